@@ -1,0 +1,42 @@
+# `make demo` and `make test` are all that a first visit needs. Both make .venv and install what they use.
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+# Tests use tiny tensors and start several ranks on few cores: one thread each is fastest.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST_ARGS ?= -q
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/ftrain train debug --out runs/debug
+
+test: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.cpu
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs
+
+# A stamp file per set of packages: a second `make` installs nothing. torch is named with the rest in one pip call
+# and pinned by constraints.txt, so that it is resolved once and to the tested version.
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "ftrain needs Python 3.11 or newer: none found. Use: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "ftrain needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) --version`. Use: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) torch -e ".[plot]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) torch -e ".[dev]"
+	@touch $@
