@@ -1,0 +1,5 @@
+"""The one exception for data that cannot be used."""
+
+
+class DataError(ValueError):
+    """What is wrong with the data or its settings, in a sentence that names the file, line or key."""

@@ -1,0 +1,213 @@
+"""Laws of the data: every token a target once an epoch, a batch a function of (seed, step)."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ftrain.data import DataError, open_data, packing, shuffle
+
+E = 256  # the byte tokenizer's end of document
+
+
+def settings(source, **changed):
+    defaults = dict(source=str(source), tokenizer="bytes", seq_len=16, global_batch_size=4, held_out=0.0)
+    return SimpleNamespace(**(defaults | changed))
+
+
+def opened(source, *, vocab_size=272, seed=0, **changed):
+    return open_data(settings(source, **changed), vocab_size=vocab_size, seed=seed)
+
+
+def text_of(tmp_path, n_tokens, name="a.txt"):
+    """A file that makes exactly n_tokens tokens: its bytes and two boundaries, all different from their
+    neighbours."""
+    path = tmp_path / name
+    path.write_text("".join(chr(97 + (i * 7 + i // 26) % 26) for i in range(n_tokens - 2)))
+    return path
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 24, 64, 1000, 4097])
+def test_permute_is_a_bijection_for_every_size(n):
+    for seed in range(3):
+        assert sorted(shuffle.permute(np.arange(n), n, shuffle.key(seed, 0)).tolist()) == list(range(n))
+
+
+def test_permute_is_computed_pointwise():
+    n, key = 1000, shuffle.key(5, 1)
+    whole = shuffle.permute(np.arange(n), n, key)
+    assert shuffle.permute(np.array([17, 999, 17]), n, key).tolist() == whole[[17, 999, 17]].tolist()
+
+
+def test_permute_puts_everything_everywhere_equally_often():
+    n, draws = 5, 4000
+    seen = np.zeros((n, n))
+    for epoch in range(draws):
+        seen[np.arange(n), shuffle.permute(np.arange(n), n, shuffle.key(0, epoch))] += 1
+    expected = draws / n
+    chi_squared = ((seen - expected) ** 2 / expected).sum()
+    assert chi_squared < 45  # 16 degrees of freedom: 1 in 10,000 is 44
+
+
+def test_permute_of_a_huge_range_needs_no_memory():
+    n = 10**15
+    out = shuffle.permute(np.arange(1000), n, 3)
+    assert len(set(out.tolist())) == 1000 and 0 <= out.min() and out.max() < n
+
+
+@pytest.mark.parametrize("n_tokens", [17, 18, 33, 100, 385])
+def test_every_token_is_a_target_once_an_epoch(tmp_path, n_tokens):
+    data = opened(text_of(tmp_path, n_tokens), global_batch_size=1)
+    n = data.train.n_windows
+    assert n == -(-(n_tokens - 1) // 16) and data.train.n_tokens == n_tokens
+    stream = data.train.stream.read(0, n_tokens)
+    for epoch in range(2):
+        steps = range(epoch * n, (epoch + 1) * n)
+        ids = [data.train.ids(step)[0] for step in steps]
+        assert sorted(ids) == list(range(n))
+        rows = {window: data.train.batch(step) for window, step in zip(ids, steps, strict=True)}
+        targets = torch.cat([rows[i]["targets"][0] for i in range(n)])
+        tokens = torch.cat([rows[i]["tokens"][0] for i in range(n)])
+        counted = targets != packing.IGNORE
+        assert targets[counted].tolist() == stream[1:].tolist()
+        assert tokens[counted].tolist() == stream[:-1].tolist()
+
+
+def test_an_epoch_has_a_new_order_and_each_window_once(tmp_path):
+    train = opened(text_of(tmp_path, 24 * 16 + 1)).train
+    epochs = [sum((train.ids(step) for step in range(6 * e, 6 * e + 6)), []) for e in range(3)]
+    assert all(sorted(epoch) == list(range(24)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_a_batch_larger_than_the_corpus_wraps(tmp_path):
+    train = opened(text_of(tmp_path, 5 * 16 + 1), global_batch_size=8).train
+    order = sum((train.ids(step) for step in range(5)), [])
+    for epoch in range(8):
+        assert sorted(order[5 * epoch : 5 * epoch + 5]) == list(range(5))
+
+
+def test_ranks_read_their_rows_of_the_same_global_batch(tmp_path):
+    train = opened(text_of(tmp_path, 12 * 16 + 1)).train
+    for step in (0, 7):
+        whole = train.batch(step)
+        for n_ranks in (1, 2, 4):
+            size = 4 // n_ranks
+            parts = [train.batch(step, slice(r * size, (r + 1) * size)) for r in range(n_ranks)]
+            for name in ("tokens", "targets"):
+                assert whole[name].dtype == torch.int64 and whole[name].shape == (4, 16)
+                assert torch.equal(torch.cat([part[name] for part in parts]), whole[name])
+
+
+def test_steps_may_be_asked_for_in_any_order_and_again(tmp_path):
+    path = text_of(tmp_path, 300)
+    first, second = opened(path).train, opened(path).train
+    forward = [first.batch(step)["tokens"] for step in range(9)]
+    for step in (8, 3, 3, 0):
+        assert torch.equal(second.batch(step)["tokens"], forward[step])
+
+
+def test_two_seeds_differ_in_order_and_not_in_windows(tmp_path):
+    path = text_of(tmp_path, 24 * 16 + 1)
+    a, b = opened(path, seed=1, global_batch_size=24).train, opened(path, seed=2, global_batch_size=24).train
+    assert a.ids(0) != b.ids(0) and sorted(a.ids(0)) == sorted(b.ids(0))
+
+
+def test_the_order_of_a_seed_never_changes():
+    assert shuffle.permute(np.arange(10), 10, shuffle.key(7, 0)).tolist() == ORDER_OF_SEED_7
+
+
+ORDER_OF_SEED_7 = [6, 3, 0, 5, 9, 1, 2, 4, 7, 8]
+
+
+def test_the_split_of_files_does_not_matter(tmp_path):
+    """Three files or one: the same windows, so any number of ranks has data."""
+    texts = ["first document", "the second", "and a third, longer than both"]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.jsonl").write_text(f'{{"text": "{text}"}}\n')
+    (tmp_path / "all.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    three, one = opened(tmp_path / "[0-9].jsonl").train, opened(tmp_path / "all.jsonl").train
+    assert three.ids(0) == one.ids(0)
+    assert torch.equal(three.batch(0)["tokens"], one.batch(0)["tokens"])
+
+
+def test_documents_lie_between_boundaries(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "ab"}\n{"text": "   "}\n')
+    data = opened(tmp_path / "a.jsonl", seq_len=4)
+    assert data.train.stream.read(0, data.train.n_tokens).tolist() == [E, 97, 98, E, E, 32, 32, 32, E]
+
+
+def test_one_token_short_of_a_window_is_an_error_and_a_whole_one_is_not(tmp_path):
+    with pytest.raises(DataError, match="16 tokens, need 17"):
+        opened(text_of(tmp_path, 16))
+    assert opened(text_of(tmp_path, 17)).train.n_windows == 1
+
+
+def test_only_empty_documents_are_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(DataError, match="0 tokens, need 17"):
+        opened(tmp_path / "a.jsonl")
+
+
+def test_the_model_must_know_every_id(tmp_path):
+    with pytest.raises(DataError, match="257 ids.* 64"):
+        opened(text_of(tmp_path, 40), vocab_size=64)
+    data = opened(text_of(tmp_path, 40))
+    bad = data.train.__class__(data.train.stream, 16, 4, 0, 100)
+    with pytest.raises(DataError, match="window .* id .* vocabulary of 100"):
+        bad.batch(0)
+
+
+def test_ids_above_65535_are_kept():
+    stream = packing.parts([np.array([1, 128000, 2], np.int32)])
+    assert stream.read(0, 3).tolist() == [1, 128000, 2]
+
+
+def test_held_out_documents_and_training_documents_make_the_corpus(tmp_path):
+    lines = [f'{{"text": "document {i:03d}"}}\n' for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    data = opened(tmp_path / "a.jsonl", held_out=0.2)
+    sides = []
+    for side in (data.train, data.validation):
+        text = bytes(t % 256 for t in side.stream.read(0, side.n_tokens)).decode()
+        sides.append({piece for piece in text.split("\0") if piece})
+    assert not sides[0] & sides[1]
+    assert sides[0] | sides[1] == {f"document {i:03d}" for i in range(200)}
+    assert 20 <= len(sides[1]) <= 60
+    (tmp_path / "a.jsonl").write_text("".join(lines + ['{"text": "one more"}\n']))
+    grown = opened(tmp_path / "a.jsonl", held_out=0.2, seed=9).validation
+    n = data.validation.n_tokens
+    assert grown.stream.read(0, n).tolist() == data.validation.stream.read(0, n).tolist()
+
+
+def test_one_document_gives_its_last_windows_as_held_out(tmp_path):
+    data = opened(text_of(tmp_path, 100 * 16 + 1), held_out=0.05)
+    assert data.train.n_windows == 95 and data.validation.n_windows == 5
+    assert opened(text_of(tmp_path, 17), held_out=0.05).validation.n_windows == 0
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+def test_validation_covers_the_held_out_tokens_whatever_the_batch(tmp_path, size):
+    validation = opened(text_of(tmp_path, 1000), held_out=0.2).validation
+    n = validation.n_windows
+    targets = [validation.batch(start, start + size)["targets"] for start in range(0, n, size)]
+    targets = torch.cat(targets).flatten()
+    held_out = validation.stream.read(1, validation.n_tokens)
+    assert targets[targets != packing.IGNORE].tolist() == held_out.tolist()
+
+
+def test_synthetic_tokens_are_seeded_and_cover_the_vocabulary():
+    a, again, b = (opened("synthetic", vocab_size=64, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(a.train.batch(3)["tokens"], again.train.batch(3)["tokens"])
+    assert not torch.equal(a.train.batch(3)["tokens"], b.train.batch(3)["tokens"])
+    seen = torch.cat([a.train.batch(step)["tokens"].flatten() for step in range(40)])
+    counts = torch.bincount(seen, minlength=64)
+    assert len(counts) == 64 and counts.min() > 10
+    assert not torch.equal(a.train.batch(0)["tokens"], a.validation.batch(0, 4)["tokens"])
+
+
+def test_the_standard_library_is_real_text_in_a_fixed_order():
+    data = opened("stdlib", held_out=0.05)
+    assert data.train.n_tokens > 5_000_000 and data.validation.n_tokens > 100_000
+    assert "import" in data.tokenizer.decode(data.validation.stream.read(0, 20_000))
