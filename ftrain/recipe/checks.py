@@ -1,0 +1,264 @@
+"""What concerns two keys of a recipe at once, or a key and the number of ranks: one function for each."""
+
+import dataclasses
+import importlib
+import importlib.resources
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from ftrain.recipe.strict import nearest, show
+from ftrain.recipe.tables import Model, Parallel, Recipe
+
+ONE_SCALE = (
+    "tensorwise",
+    "delayed",
+)  # the named recipes whose weights have one scale: what can travel as fp8
+_ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run. `problems` has a sentence for each mistake; `str()` puts one on a line."""
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def model_config(model: Model) -> Any:
+    """The family's Config: the preset with the recipe's keys over it, or the keys alone.
+
+    Imports the family's module (and so torch). Raises RecipeError.
+    """
+    families = _families()
+    if model.family not in families:
+        close = nearest(model.family, families)
+        raise RecipeError(
+            [
+                f"model.family = {show(model.family)}: expected one of {_quoted(families)}"
+                + (f" ({close})." if close else ".")
+            ]
+        )
+    module = importlib.import_module(f"ftrain.models.{model.family}")
+    given = {k: v for k, v in vars(model).items() if v is not None and k not in ("family", "preset")}
+    known = {field.name: field for field in dataclasses.fields(module.Config)}
+    problems = [
+        f"model.{name}: the family {model.family} has no such dimension."
+        for name in given
+        if name not in known
+    ]
+    if model.preset is not None and model.preset not in module.PRESETS:
+        close = nearest(model.preset, module.PRESETS)
+        problems.append(
+            f"model.preset = {show(model.preset)}: expected one of {_quoted(module.PRESETS)}"
+            + (f" ({close})." if close else ".")
+        )
+    if model.preset is None:
+        if "n_heads" in given:
+            given.setdefault("n_kv_heads", given["n_heads"])
+            if "dim" in given and "head_dim" not in given:
+                if given["dim"] % given["n_heads"]:
+                    problems.append(
+                        f"model.dim={given['dim']} does not divide by model.n_heads={given['n_heads']}; "
+                        "give model.head_dim, or another number of heads."
+                    )
+                given["head_dim"] = max(2, given["dim"] // given["n_heads"])
+        required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+        missing = [name for name in required if name not in given]
+        if missing:
+            what = " and ".join(f"model.{name}" for name in missing)
+            problems.append(
+                f"[model] has no preset and lacks {what}; give them, or model.preset (one of "
+                f"{_quoted(module.PRESETS)})."
+            )
+    if problems:
+        raise RecipeError(problems)
+    try:
+        return (
+            dataclasses.replace(module.PRESETS[model.preset], **given)
+            if model.preset
+            else module.Config(**given)
+        )
+    except ValueError as error:
+        raise RecipeError([f"[model]: {error}"]) from error
+
+
+def resolve_parallel(parallel: Parallel, world_size: int) -> Parallel:
+    """`parallel` for a number of ranks, its -1 replaced. Raises RecipeError if they do not fit."""
+    problems = list(_layout_problems(parallel, world_size))
+    if problems:
+        raise RecipeError(problems)
+    degrees = {name: getattr(parallel, name) for name in ("replicate", "shard", "tensor")}
+    known = math.prod(degree for degree in degrees.values() if degree != -1)
+    return dataclasses.replace(
+        parallel, **{name: world_size // known for name, degree in degrees.items() if degree == -1}
+    )
+
+
+def accumulation(recipe: Recipe, dp: int) -> int:
+    """Micro-batches per step on each of `dp` data-parallel ranks. Raises RecipeError if it is not whole."""
+    total, micro = recipe.data.global_batch_size, recipe.train.micro_batch_size
+    if total % (micro * dp):
+        fits = [m for m in range(micro, 0, -1) if total % (m * dp) == 0]
+        advice = (
+            f"train.micro_batch_size={fits[0]} would"
+            if fits
+            else f"a multiple of {micro * dp} sequences would"
+        )
+        raise RecipeError(
+            [
+                f"data.global_batch_size={total} does not divide by train.micro_batch_size={micro} x {dp} "
+                f"data-parallel rank{'s' if dp > 1 else ''} = {micro * dp}; {advice}."
+            ]
+        )
+    return total // (micro * dp)
+
+
+def _warmup_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
+    warmup, steps = recipe.schedule.warmup_steps, recipe.train.steps
+    if warmup > steps:
+        yield (
+            f"schedule.warmup_steps={warmup} is more than train.steps={steps}: the peak is never reached; "
+            f"at most {steps} works."
+        )
+
+
+def _layout_problems(parallel: Parallel, world_size: int | None) -> Iterator[str]:
+    """At most one line: the three degrees, the world size where it is known, and what is wrong with them."""
+    degrees = {name: getattr(parallel, name) for name in ("replicate", "shard", "tensor")}
+    line = "parallel: " + " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+    line += "" if world_size is None else f" on a world size of {world_size}"
+    wrong = [f"{name}={degree}" for name, degree in degrees.items() if degree < 1 and degree != -1]
+    left = [name for name, degree in degrees.items() if degree == -1]
+    known = math.prod(degree for degree in degrees.values() if degree > 0)
+    if wrong:
+        yield f"{line}: {' and '.join(wrong)} cannot be; expected at least 1, or -1 for what is left."
+    elif len(left) > 1:
+        yield f"{line}: {' and '.join(left)} are both -1; only one of them can be what is left."
+    elif world_size is None:
+        return
+    elif left and world_size % known:
+        yield f"{line}: {left[0]} would be {world_size}/{known}, which is not whole."
+    elif not left and known != world_size:
+        yield f"{line}: their product is {known}, not {world_size}."
+
+
+def _model_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
+    scaling = recipe.model.rope_scaling
+    if scaling is not None:
+        wrong = list(_rope_scaling_problems(scaling))
+        yield from wrong
+        if wrong:
+            return
+    try:
+        config = model_config(recipe.model)
+    except RecipeError as error:
+        yield from error.problems
+        return
+    if config.n_heads % config.n_kv_heads:
+        yield (
+            f"model.n_heads={config.n_heads} does not divide by model.n_kv_heads={config.n_kv_heads}: "
+            "each key and value head serves a whole number of query heads."
+        )
+    if config.head_dim % 2:
+        yield f"model.head_dim={config.head_dim} is odd: rotary embeddings turn pairs, an even number works."
+
+
+def _tensor_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
+    """What tensor parallelism splits must divide. Quiet about a bad model: the check of the model speaks of it."""
+    if any(_layout_problems(recipe.parallel, world_size)) or any(_model_problems(recipe, world_size)):
+        return
+    config, tensor = model_config(recipe.model), recipe.parallel.tensor
+    if tensor == -1:
+        if world_size is None:
+            return
+        tensor = resolve_parallel(recipe.parallel, world_size).tensor
+    sizes = {
+        f"model.{name}": getattr(config, name) for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+    }
+    for name, size in {**sizes, "data.seq_len": recipe.data.seq_len}.items():
+        if size % tensor:
+            fits = [str(degree) for degree in range(1, tensor) if size % degree == 0]
+            yield f"{name}={size} does not divide by parallel.tensor={tensor}; {', '.join(fits[-4:])} would."
+
+
+def _rope_scaling_problems(scaling: dict[str, Any]) -> Iterator[str]:
+    allowed = ("type", *_ROPE_SCALING)
+    for name, value in scaling.items():
+        if name not in allowed:
+            close = nearest(name, allowed)
+            yield (
+                f"model.rope_scaling.{name} = {show(value)}: there is no such key"
+                + (f" ({close})." if close else f"; the keys are {', '.join(allowed)}.")
+            )
+        elif name == "type" and value != "llama3":
+            yield f'model.rope_scaling.type = {show(value)}: expected "llama3", the one scaling there is.'
+        elif name != "type" and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12
+        ):
+            yield f"model.rope_scaling.{name} = {show(value)}: expected a number, above 0."
+    missing = [name for name in allowed if name not in scaling]
+    if missing:
+        yield f"model.rope_scaling lacks {', '.join(missing)}."
+
+
+def _batch_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
+    dp = 1
+    if world_size is not None:
+        if any(_layout_problems(recipe.parallel, world_size)):
+            return
+        parallel = resolve_parallel(recipe.parallel, world_size)
+        dp = parallel.replicate * parallel.shard
+    try:
+        accumulation(recipe, dp)
+    except RecipeError as error:
+        yield from error.problems
+
+
+def _fp8_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
+    fp8 = recipe.fp8
+    if isinstance(fp8.recipe, str) and fp8.recipe not in ("none", *ONE_SCALE):
+        for name in ("all_gather", "precompute_scales"):
+            if getattr(fp8, name):
+                yield (
+                    f'fp8.recipe="{fp8.recipe}" cannot be combined with fp8.{name}=true: its weights do not '
+                    f"have one scale each; set fp8.{name}=false, or a recipe among {_quoted(ONE_SCALE)}."
+                )
+    if fp8.cache_shards and fp8.recipe != "none" and not (fp8.all_gather and fp8.precompute_scales):
+        yield "fp8.cache_shards=true needs fp8.all_gather=true and fp8.precompute_scales=true."
+
+
+_Check = Callable[[Recipe, int | None], Iterator[str]]
+_CROSS_CHECKS: tuple[tuple[tuple[str, ...], _Check], ...] = (
+    (("schedule.warmup_steps", "train.steps"), _warmup_problems),
+    (("parallel",), lambda recipe, world_size: _layout_problems(recipe.parallel, world_size)),
+    (("model",), _model_problems),
+    (("model", "parallel", "data.seq_len"), _tensor_problems),
+    (("data.global_batch_size", "train.micro_batch_size", "parallel"), _batch_problems),
+    (("fp8",), _fp8_problems),
+)
+
+
+def check(recipe: Recipe, world_size: int | None = None, bad: Collection[str] = ()) -> list[str]:
+    """A sentence for each problem between keys, or between keys and a number of ranks; empty when it can run.
+
+    bad: keys already known to be wrong; a check that reads one of them is left out.
+    """
+    problems = []
+    for reads, find in _CROSS_CHECKS:
+        if not any(path == read or path.startswith(read + ".") for path in bad for read in reads):
+            problems += find(recipe, world_size)
+    return problems
+
+
+def _families() -> list[str]:
+    """The modules of ftrain.models, without importing any."""
+    folder = importlib.resources.files("ftrain") / "models"
+    return sorted(
+        file.name[:-3] for file in folder.iterdir() if file.name.endswith(".py") and file.name[0] != "_"
+    )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(json.dumps(name) for name in names)
