@@ -166,7 +166,7 @@ def _model_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
 
 
 def _tensor_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
-    """What tensor parallelism splits must divide. Quiet about a bad model: the check of the model speaks of it."""
+    """What tensor parallelism splits must divide. Quiet about a bad model: another check names it."""
     if any(_layout_problems(recipe.parallel, world_size)) or any(_model_problems(recipe, world_size)):
         return
     config, tensor = model_config(recipe.model), recipe.parallel.tensor

@@ -38,9 +38,9 @@ class Model:
 class Data:
     """Where tokens come from."""
 
-    source: str | tuple[str, ...] = key(
+    source: str = key(
         "stdlib",
-        'text to train on: "stdlib" (the installed Python\'s library source), a glob or list of globs of '
+        'text to train on: "stdlib" (the installed Python\'s library source), a path or glob of '
         '.txt/.jsonl/.parquet files, "synthetic" (seeded random tokens), or "hf:NAME"',
     )
     tokenizer: str = key("bytes", '"bytes", or the path of a tokenizer.json')
@@ -74,11 +74,6 @@ class Precision:
     gather: str = key(
         "compute",
         "what travels when weights are gathered and fp8 does not: the compute dtype, or the parameters' own",
-        choices=("compute", "params"),
-    )
-    gather: str = key(
-        "compute",
-        "dtype of weights on the wire where fp8 is not used: that of compute, or that of params",
         choices=("compute", "params"),
     )
     reduce: str = key("float32", "gradients while they are summed over ranks", choices=DTYPES)
@@ -156,9 +151,6 @@ class Train:
     )
     loss_chunks: int = key(
         0, "pieces the sequence is cut in for the loss over the vocabulary; 0: as few as memory allows", low=0
-    )
-    loss_chunks: int = key(
-        0, "pieces that a sequence is cut in for the logits and the loss; 0: as few as memory allows", low=0
     )
     compile: bool = key(True, "compile the transformer block (torch.compile)")
     on_nonfinite: str = key(
