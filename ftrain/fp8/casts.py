@@ -1,0 +1,87 @@
+"""From a recipe to codes: which casts a tensor needs, and the scales of several casts with one all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ftrain import collectives
+
+from . import formats
+from .formats import FORMATS
+from .recipes import CONTRACTS, DIMS, Operand
+
+
+class Codes(NamedTuple):
+    """A matrix in fp8. scale: float32, (), or of size 1 along the dim that the product contracts."""
+
+    data: Tensor
+    scale: Tensor
+
+    def t(self) -> Codes:
+        return Codes(self.data.t(), self.scale.t())
+
+
+class Job(NamedTuple):
+    """One cast to make. dim: what the product contracts. spans: whether the amax is one over all ranks."""
+
+    matrix: Tensor
+    operand: Operand
+    dim: int
+    spans: bool
+    scale: Tensor | None
+
+
+def shared(first: Operand | None, second: Operand | None) -> bool:
+    """Whether one cast serves two products, which contract different dims."""
+    return first is not None and first == second and first.granularity == "tensor"
+
+
+def jobs(
+    matrix: Tensor,
+    name: str,
+    split: str,
+    uses: Sequence[tuple[str, Operand | None]],
+    scale: Tensor | None = None,
+) -> list[Job]:
+    """The casts of one matrix, "x", "w" or "g", for its uses: (product, operand), None for high precision.
+
+    split: the letter of the dim that is split over the ranks, "" if none. scale: if it is known before. Two uses
+    that can share a cast give one job, so the first job is the first use's and the last job the last's.
+    """
+    made: list[Job] = []
+    for product, operand in uses:
+        if operand is None or (made and shared(made[0].operand, operand)):
+            continue
+        contracted = CONTRACTS[product]
+        spans = split != "" if operand.granularity == "tensor" else split == contracted
+        made.append(Job(matrix, operand, DIMS[name].index(contracted), spans, scale))
+    return made
+
+
+def cast_all(jobs: Sequence[Job], group: ProcessGroup | None) -> list[Codes]:
+    """The codes of every job. Amaxes that span ranks share one all-reduce."""
+    amaxes = [_amax(job) for job in jobs]
+    spanning = [i for i, job in enumerate(jobs) if job.spans and amaxes[i] is not None]
+    if group is not None and spanning:
+        flat = torch.cat([amaxes[i].reshape(-1) for i in spanning])
+        reduced = collectives.all_reduce_max(flat, group).split([amaxes[i].numel() for i in spanning])
+        for i, amax in zip(spanning, reduced, strict=True):
+            amaxes[i] = amax.view(amaxes[i].shape)
+    codes = []
+    for job, amax in zip(jobs, amaxes, strict=True):
+        dtype, scale = FORMATS[job.operand.format], job.scale
+        if amax is not None:
+            scale = formats.scale_from_amax(amax, dtype, job.operand.power_of_two)
+        codes.append(Codes(formats.cast(job.matrix, scale, dtype), scale))
+    return codes
+
+
+def _amax(job: Job) -> Tensor | None:
+    if job.scale is not None:
+        return None
+    return formats.amax(job.matrix, None if job.operand.granularity == "tensor" else job.dim).float()

@@ -1,0 +1,54 @@
+"""What fp8 tensor parallelism moves along the sequence: codes as bytes, and one gradient back.
+
+A tensor here is a matrix of tokens, (B * S, C), whose sequence is split over a group: each rank holds (B * S/n, C).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ftrain import collectives
+
+
+def gather(matrix: Tensor, lead: Sequence[int], group: ProcessGroup) -> Tensor:
+    """(B * S/n, C) of every rank to (B * S, C), the tokens of each sequence in their order. Not differentiable.
+
+    lead: the leading shape (..., S/n) of this rank's tokens. fp8 travels as bytes.
+    """
+    n, b, s = group.size(), prod(lead[:-1]), lead[-1]
+    wire = matrix.view(torch.uint8) if matrix.element_size() == 1 else matrix
+    got = functional.wait_tensor(functional.all_gather_tensor(wire.contiguous(), 0, group))
+    got = got.view(n, b, s, -1).transpose(0, 1).reshape(n * b * s, -1)
+    return got.view(matrix.dtype)
+
+
+def gather_codes(data: Tensor, scale: Tensor, lead: Sequence[int], group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Codes of all ranks, and their scale: one for each token is gathered too, any other is equal on all ranks."""
+    by_token = scale.ndim == 2 and scale.shape[0] == data.shape[0] and scale.shape[1] == 1
+    return gather(data, lead, group), gather(scale, lead, group) if by_token else scale
+
+
+def gathered_port(x: Tensor, group: ProcessGroup) -> Tensor:
+    """A port of the shape that x (..., S/n, C) has once gathered; its gradient is reduce-scattered back to x."""
+    return _GatheredPort.apply(x, group)
+
+
+class _GatheredPort(torch.autograd.Function):
+    @staticmethod
+    def forward(x, group):
+        zero = torch.zeros((), dtype=x.dtype, device=x.device)
+        return zero.expand(*x.shape[:-2], x.shape[-2] * group.size(), x.shape[-1])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return collectives.reduce_scatter(grad, grad.ndim - 2, ctx.group), None
