@@ -1,0 +1,216 @@
+"""Llama 3 as pure functions over an explicit parameter tree.
+
+    abstract(cfg)            every parameter: shape, logical axes, initialiser
+    block(weights, x, ...)   one layer
+    make_model(cfg, ex)      loss and logits of the whole model, laid out by an Execution
+
+Shapes: B batch, S sequence, D model dim, H heads, K heads of keys and values, E head dim, F hidden dim, V vocabulary.
+Weights of products are (out, in).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+
+from ftrain.collectives import reduce_scatter
+from ftrain.execution import Execution
+from ftrain.fold import fold, sum_over_chunks
+from ftrain.fsdp import Layer
+from ftrain.linear import Linear
+from ftrain.nn import (
+    IGNORE,
+    attention,
+    cross_entropy,
+    embed,
+    rms_norm,
+    rope,
+    rope_frequencies,
+    rope_table,
+    same_document,
+    swiglu,
+)
+from ftrain.param import ONES, Param, normal
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a Llama. `rope_scaling` is Llama 3.1's table (see nn.rope_frequencies), or None."""
+
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: dict | None = None
+    tie_embeddings: bool = False
+
+
+def _scaling(factor: float) -> dict:
+    return {
+        "type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+PRESETS = {
+    "debug": Config(272, 256, 4, 8, 4, 32, 768),
+    "llama3-8b": Config(128256, 4096, 32, 32, 8, 128, 14336),
+    "llama3-70b": Config(128256, 8192, 80, 64, 8, 128, 28672),
+    "llama3-405b": Config(128256, 16384, 126, 128, 8, 128, 53248, rope_scaling=_scaling(8.0)),
+    "llama3.2-1b": Config(128256, 2048, 16, 32, 8, 64, 8192, rope_scaling=_scaling(32.0), tie_embeddings=True),
+    "llama3.2-3b": Config(128256, 3072, 28, 24, 8, 128, 8192, rope_scaling=_scaling(32.0), tie_embeddings=True),
+}
+
+
+def abstract(cfg: Config) -> dict:
+    """The parameter tree of `Param`: "embedding", "layers" (a list of dicts), "norm", and "output" unless tied.
+
+    Weights start normal with std 0.02; those that write to the residual stream with 0.02 / sqrt(2 n_layers), so that
+    its variance does not grow with depth (GPT-2, section 2.3).
+    """
+    D, F, V = cfg.dim, cfg.ffn_dim, cfg.vocab_size
+    H, K = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
+    inner, outer = normal(0.02), normal(0.02 / (2 * cfg.n_layers) ** 0.5)
+    layer = {
+        "attention_norm": Param((D,), ("embed",), ONES),
+        "wq": Param((H, D), ("heads", "embed"), inner),
+        "wk": Param((K, D), ("kv_heads", "embed"), inner),
+        "wv": Param((K, D), ("kv_heads", "embed"), inner),
+        "wo": Param((D, H), ("embed", "heads"), outer),
+        "mlp_norm": Param((D,), ("embed",), ONES),
+        "w_gate": Param((F, D), ("mlp", "embed"), inner),
+        "w_up": Param((F, D), ("mlp", "embed"), inner),
+        "w_down": Param((D, F), ("embed", "mlp"), outer),
+    }
+    params = {
+        "embedding": Param((V, D), ("vocab", "embed"), inner),
+        "layers": [dict(layer) for _ in range(cfg.n_layers)],
+        "norm": Param((D,), ("embed",), ONES),
+        "output": Param((V, D), ("vocab", "embed"), inner),
+    }
+    if cfg.tie_embeddings:
+        del params["output"]
+    return params
+
+
+LINEAR_WEIGHTS = ("layers.*.w*", "output")  # globs over the weights of products: what fp8 may run
+
+
+# --- one layer --------------------------------------------------------------------------------------------------
+
+
+def block(weights: dict, x_BSD: torch.Tensor, table: torch.Tensor, mask, *, cfg: Config, linear: Linear) -> torch.Tensor:
+    """One transformer layer. weights: this layer's parameters; x_BSD: (batch, seq / tensor, dim)."""
+    h_BSD = rms_norm(x_BSD, weights["attention_norm"], cfg.norm_eps)
+    x_BSD = x_BSD + attend(weights, h_BSD, table, mask, cfg=cfg, linear=linear)
+    h_BSD = rms_norm(x_BSD, weights["mlp_norm"], cfg.norm_eps)
+    return x_BSD + mlp(weights, h_BSD, linear=linear)
+
+
+def attend(weights: dict, h_BSD: torch.Tensor, table, mask, *, cfg: Config, linear: Linear) -> torch.Tensor:
+    """Causal self-attention. Each tensor rank has its own heads; q, k and v share one input."""
+    q, k, v = linear.column(h_BSD, weights["wq"], weights["wk"], weights["wv"])
+    q, k, v = (rearrange(t, "b s (h e) -> b h s e", e=cfg.head_dim) for t in (q, k, v))
+    out_BHSE = attention(rope(q, table), rope(k, table), v, mask)
+    return linear.row(rearrange(out_BHSE, "b h s e -> b s (h e)"), weights["wo"])
+
+
+def mlp(weights: dict, h_BSD: torch.Tensor, *, linear: Linear) -> torch.Tensor:
+    """The gated feed-forward layer; gate and up share one input."""
+    gate_BSF, up_BSF = linear.column(h_BSD, weights["w_gate"], weights["w_up"])
+    return linear.row(swiglu(gate_BSF, up_BSF), weights["w_down"])
+
+
+# --- the whole model --------------------------------------------------------------------------------------------
+
+
+def embedding(weights: dict, tokens_BS: torch.Tensor, *, linear: Linear) -> torch.Tensor:
+    """Rows of the embedding, (batch, seq / tensor, dim)."""
+    return reduce_scatter(embed(weights["embedding"], tokens_BS, linear.group), 1, linear.group)
+
+
+def head(weights: dict, x_BSD: torch.Tensor, *, cfg: Config, linear: Linear) -> torch.Tensor:
+    """Final norm and logits, (batch, seq, vocab / tensor)."""
+    h_BSD = rms_norm(x_BSD, weights["norm"], cfg.norm_eps)
+    (logits_BSV,) = linear.column(h_BSD, weights["output"])
+    return logits_BSV
+
+
+def head_loss(weights: dict, x_BSD: torch.Tensor, targets_BS: torch.Tensor, *, cfg: Config, linear: Linear) -> torch.Tensor:
+    """Sum of the token losses of one chunk of the sequence."""
+    logits_BSV = head(weights, x_BSD, cfg=cfg, linear=linear)
+    return cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), linear.group)
+
+
+class Model(NamedTuple):
+    """The two functions of a model laid out by one `Execution`. Both take this rank's shards of the parameters."""
+
+    loss: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    logits: Callable[..., torch.Tensor]
+
+
+def make_model(cfg: Config, execution: Execution | None = None) -> Model:
+    """The model of `cfg`, run the way `execution` says (default: one rank, high precision, eager).
+
+    loss(params, batch, fp8=None) -> (sum of the token losses, fp32 scalar; number of tokens counted, int64 scalar).
+    batch: "tokens" and "targets", int64 (B, S), targets of IGNORE not counted; with "segments", int64 (B, S), tokens
+    attend only to tokens of their own segment.
+    logits(params, tokens, fp8=None) -> (B, S, V / tensor) in the compute dtype.
+    Both are differentiable once in params, by torch.func or plain autograd.
+    """
+    ex = execution or Execution()
+    linear = ex.linear
+    declared = abstract(cfg)
+    output = "embedding" if cfg.tie_embeddings else "output"
+    plans = ex.plans(declared)
+    embed_gather = ex.gather({"embedding": declared["embedding"]}, {"embedding": plans["embedding"]})
+    layer_gathers = [
+        ex.gather(layer, plan, f"layers.{i}.")
+        for i, (layer, plan) in enumerate(zip(declared["layers"], plans["layers"], strict=True))
+    ]
+    head_gather = ex.gather(*({"norm": t["norm"], "output": t[output]} for t in (declared, plans)))
+    run_embedding = partial(embedding, linear=linear)
+    run_block = ex.jit(partial(block, cfg=cfg, linear=linear))
+    run_head = partial(head, cfg=cfg, linear=linear)
+    run_head_loss = ex.jit(partial(head_loss, cfg=cfg, linear=linear))
+    frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling).to(ex.mesh.device)
+
+    def hidden(params: dict, tokens_BS: torch.Tensor, segments_BS: torch.Tensor | None, fp8) -> torch.Tensor:
+        table = rope_table(tokens_BS.shape[1], frequencies)
+        mask = None if segments_BS is None else same_document(segments_BS)
+        x_BSD = fold(run_embedding, [Layer({"embedding": params["embedding"]})], tokens_BS, gathers=[embed_gather])
+        metas = [None] * cfg.n_layers if fp8 is None else fp8["layers"]
+        layers = [Layer(weights, meta) for weights, meta in zip(params["layers"], metas, strict=True)]
+        return fold(run_block, layers, x_BSD, table, mask, gathers=layer_gathers, remat=ex.remat)
+
+    def head_layer(params: dict, fp8) -> Layer:
+        meta = None if fp8 is None else fp8["head"]
+        return Layer({"norm": params["norm"], "output": params[output]}, meta)
+
+    def loss(params: dict, batch: dict, fp8=None) -> tuple[torch.Tensor, torch.Tensor]:
+        x_BSD = hidden(params, batch["tokens"], batch.get("segments"), fp8)
+        # A tensor peer holds a slice of the sequence; its chunk's targets are that chunk of every peer's slice.
+        targets_BTS = rearrange(batch["targets"], "b (t s) -> b t s", s=x_BSD.shape[1])
+        size = ex.loss_chunk(x_BSD, cfg.vocab_size)
+        targets = [rearrange(t, "b t s -> b (t s)") for t in targets_BTS.split(size, dim=2)]
+        total = sum_over_chunks(
+            run_head_loss, head_layer(params, fp8), x_BSD.split(size, dim=1), [(t,) for t in targets], gather=head_gather
+        )
+        return total, (batch["targets"] != IGNORE).sum()
+
+    def logits(params: dict, tokens_BS: torch.Tensor, fp8=None) -> torch.Tensor:
+        x_BSD = hidden(params, tokens_BS, None, fp8)
+        return fold(run_head, [head_layer(params, fp8)], x_BSD, gathers=[head_gather])
+
+    return Model(loss, logits)

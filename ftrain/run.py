@@ -1,0 +1,181 @@
+"""A recipe made real: mesh, layout, data, model, optimizer and step, each a value that can be looked at.
+
+    run = Run(load_recipe("debug"))
+    state = run.init()
+    state, metrics = run.step(state, run.batch(0))
+"""
+
+from functools import cached_property
+
+import torch
+
+from ftrain import optim
+from ftrain.data import open_data
+from ftrain.execution import Execution
+from ftrain.generate import generate
+from ftrain.launch import World
+from ftrain.models import family
+from ftrain.nn import IGNORE
+from ftrain.param import Param
+from ftrain import tree
+from ftrain.recipe import Recipe, accumulation, model_config, resolve_parallel
+from ftrain.sharding import MeshShape, initialize, make_mesh, to_local
+from ftrain.step import TrainState, init_state, make_eval_step, make_global_norm, make_train_step
+from ftrain.transforms import why_no_jit
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Run:
+    """Everything that a recipe stands for, on this rank. Nothing is printed; `notes` says what the machine changed.
+
+    Raises RecipeError or ValueError, before anything large is allocated, for what cannot work.
+    """
+
+    def __init__(self, recipe: Recipe, world: World | None = None, device: torch.device | str | None = None):
+        self.recipe = recipe
+        self.world = world or World()
+        self.device = torch.device(device) if device else default_device(self.world)
+        self.family = family(recipe.model.family)
+        self.cfg = model_config(recipe.model)
+        parallel = resolve_parallel(recipe.parallel, self.world.world_size)
+        self.mesh_shape = MeshShape(parallel.replicate, parallel.tensor, parallel.shard)
+        self.micro_batches = accumulation(recipe, self.mesh_shape.data)
+        self.notes: list[str] = []
+        compile = recipe.train.compile
+        if compile and (why := why_no_jit(self.device)):
+            compile = False
+            self.notes.append(why)
+        self.mesh = make_mesh(self.mesh_shape, self.device)
+        self.execution = Execution(
+            mesh=self.mesh,
+            compute_dtype=DTYPES[recipe.precision.compute],
+            wire_dtype=None if recipe.precision.gather == "compute" else DTYPES[recipe.precision.params],
+            reduce_dtype=DTYPES[recipe.precision.reduce],
+            reshard_after_forward=recipe.parallel.reshard_after_forward,
+            remat=recipe.train.remat,
+            compile=compile,
+            loss_chunks=recipe.train.loss_chunks,
+        )
+        dtype = DTYPES[recipe.precision.params]
+        self.abstract = tree.map(lambda p: Param(p.shape, p.axes, p.init, dtype), self.family.abstract(self.cfg))
+        self.plans = self.execution.plans(self.abstract)
+        self.model = self.family.make_model(self.cfg, self.execution)
+        self.optimizer = make_optimizer(recipe, make_global_norm(self.mesh, self.plans))
+        self.post = ()
+        self.step = make_train_step(
+            self.model.loss,
+            self.optimizer,
+            self.post,
+            mesh=self.mesh,
+            plans=self.plans,
+            micro_batches=self.micro_batches,
+            donate=True,
+        )
+        self._evaluate = make_eval_step(self.model.loss, mesh=self.mesh)
+
+    @cached_property
+    def data(self):
+        """The recipe's text as batches: `data.train`, `data.validation`, `data.tokenizer`. Opened when first used."""
+        return open_data(self.recipe.data, vocab_size=self.cfg.vocab_size, seed=self.recipe.train.seed)
+
+    def init(self) -> TrainState:
+        """The state before the first step. The same full values on every mesh."""
+        params = initialize(self.abstract, self.plans, self.mesh, self.recipe.train.seed)
+        return init_state(params, self.optimizer, self.post)
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """This rank's sequences of step `step` (from 0), on its device: int64 tensors (rows, seq_len)."""
+        rows = self.recipe.data.global_batch_size // self.mesh_shape.data
+        first = self.mesh_shape.data_index(self.mesh.rank) * rows
+        return self._place(self.data.train.batch(step, rows=slice(first, first + rows)))
+
+    def evaluate(self, state: TrainState) -> tuple[float, int]:
+        """(sum of the token losses in nats, number of tokens) over the held-out sequences, exact on any mesh.
+
+        Ranks that run out of sequences go on with empty ones, so all make the same calls in the same shapes.
+        """
+        held_out, rows = self.data.validation, self.recipe.train.micro_batch_size
+        count = min(self.recipe.validation.sequences, held_out.n_windows)
+        stride = rows * self.mesh_shape.data
+        total, tokens = 0.0, 0
+        for first in range(0, count, stride):
+            start = min(first + self.mesh_shape.data_index(self.mesh.rank) * rows, count)
+            batch = held_out.batch(start, min(start + rows, count))
+            loss, counted = self._evaluate(state, self._place(_padded(batch, rows)))
+            total, tokens = total + loss.item(), tokens + int(counted.item())
+        return total, tokens
+
+    def generate(self, state: TrainState, prompt: list[int], n: int, temperature: float = 0.0, seed: int = 0) -> list[int]:
+        """`n` token ids that follow `prompt`. All ranks must call."""
+        params, fp8 = to_local(state.params), state.fp8_state
+        return generate(
+            lambda tokens: self._eager_model.logits(params, tokens, fp8=fp8),
+            prompt,
+            n,
+            seq_len=self.recipe.data.seq_len,
+            temperature=temperature,
+            seed=seed,
+            group=self.mesh.group("tensor"),
+            device=self.device,
+        )
+
+    @cached_property
+    def _eager_model(self):
+        # Generation runs one sequence, a shape of its own: compiling for it would take longer than it saves.
+        from dataclasses import replace
+
+        return self.family.make_model(self.cfg, replace(self.execution, compile=False))
+
+    @cached_property
+    def n_params(self) -> int:
+        """Parameters of the whole model."""
+        return sum(param.numel for param in tree.leaves(self.abstract))
+
+    @property
+    def flops_per_token(self) -> float:
+        """Floating-point operations that the model needs for one token, forward and backward.
+
+        6 per parameter of a product, and 6 * layers * heads * head_dim * seq_len for causal attention, which needs
+        half of a full one's (PaLM, appendix B, counts the full one). Recomputation does not count.
+        """
+        cfg = self.cfg
+        products = self.n_params - (0 if cfg.tie_embeddings else cfg.vocab_size * cfg.dim)
+        return 6.0 * products + 6.0 * cfg.n_layers * cfg.n_heads * cfg.head_dim * self.recipe.data.seq_len
+
+    def _place(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+
+def default_device(world: World) -> torch.device:
+    """This rank's GPU where there is one for it, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", world.local_rank)
+    return torch.device("cpu")
+
+
+def make_optimizer(recipe: Recipe, norm=optim.global_norm) -> optim.Optimizer:
+    """The optimizer of the recipe: clipping by the global norm, then the update rule under its schedule."""
+    options, plan = recipe.optimizer, recipe.schedule
+    lr = optim.schedule(
+        plan.decay,
+        options.lr,
+        steps=recipe.train.steps,
+        warmup_steps=plan.warmup_steps,
+        decay_steps=plan.decay_steps,
+        min_lr_ratio=plan.min_lr_ratio,
+    )
+    if options.name == "sgd":
+        rule = optim.sgd(lr, momentum=options.betas[0], weight_decay=options.weight_decay)
+    else:
+        rule = optim.adamw(lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
+    return optim.chain(optim.clip_by_global_norm(options.clip_norm or float("inf"), norm=norm), rule)
+
+
+def _padded(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """A batch of exactly `rows` sequences: what is missing is filled with sequences of which nothing counts."""
+    fill = {"tokens": 0, "targets": IGNORE, "segments": 0}
+    missing = rows - len(batch["tokens"])
+    return {
+        key: torch.cat([value, value.new_full((missing, value.shape[1]), fill[key])]) for key, value in batch.items()
+    }

@@ -1,0 +1,156 @@
+"""Function transforms: linearize (run now, pull gradients back later), accumulate over micro-batches, jit.
+
+`torch.func` is the outermost transform of a train step; what is here serves the layer fold below it.
+"""
+
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ftrain import tree
+
+Tree = Any
+
+
+# --- linearize --------------------------------------------------------------------------------------------------
+
+
+class Pullback(NamedTuple):
+    """The backward half of a linearized call. Holds residuals, never the weights."""
+
+    output: torch.Tensor  # attached to the autograd graph of this one call
+    leaves: list[torch.Tensor | None]  # gradient edges of (weights, x); None: not differentiable
+    treedef: Any
+    slot: "_WeightSlot"
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the backward reads any weight (an embedding's does not)."""
+        return self.slot.used
+
+    def __call__(self, weights: Tree | None, cotangent: torch.Tensor) -> tuple[Tree, torch.Tensor | None]:
+        """Gradients of (weights, x). `weights` must equal those of the forward; None where not `needs_weights`.
+
+        The weights' gradient has the structure of the weights, with None for leaves that have none. Usable once.
+        """
+        self.slot.weights = [] if weights is None else tree.leaves(weights)
+        wanted = [edge for edge in self.leaves if edge is not None]
+        grads = iter(torch.autograd.grad(self.output, wanted, cotangent, allow_unused=True))
+        self.slot.weights = []
+        *d_weights, d_x = [None if edge is None else next(grads) for edge in self.leaves]
+        return tree.unflatten(self.treedef, d_weights), d_x
+
+
+def linearize(fn: Callable, weights: Tree, x: torch.Tensor, *consts: Any) -> tuple[torch.Tensor, Pullback]:
+    """`fn(weights, x, *consts)` and the function that pulls a cotangent back to (weights, x).
+
+    Unlike a closure of torch.func.vjp, the pullback does not keep the weights alive: wherever autograd saves one,
+    or a view of one, only its place is kept, and `pullback(weights, cotangent)` is handed the weights again. That
+    is what lets gathered weights live only while their layer runs. Works for eager and compiled `fn`.
+    """
+    leaves, treedef = tree.flatten(weights)
+    leaves = [_differentiable(leaf) for leaf in leaves]
+    x = _differentiable(x)
+    slot = _WeightSlot(leaves)
+    with torch.enable_grad(), _saved_tensors_hooks_allowed(), saved_tensors_hooks(slot.pack, slot.unpack):
+        y = fn(tree.unflatten(treedef, leaves), x, *consts)
+    edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in (*leaves, x)]
+    slot.seal()
+    return y.detach(), Pullback(y, edges, treedef, slot)
+
+
+def _differentiable(leaf: torch.Tensor) -> torch.Tensor:
+    is_fp8 = leaf.is_floating_point() and leaf.element_size() == 1
+    return leaf.detach().requires_grad_(leaf.is_floating_point() and not is_fp8)
+
+
+class _View(NamedTuple):
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # from the start of the leaf
+
+
+class _WeightSlot:
+    """Where a pullback's weights are put back: saved weights are packed as places, unpacked as tensors."""
+
+    def __init__(self, leaves: list[torch.Tensor]):
+        self.weights: list[torch.Tensor] = []
+        self.used = False
+        self._leaves: list[torch.Tensor] = leaves  # only until the forward has run
+
+    def seal(self):
+        self._leaves = []
+
+    def pack(self, saved: torch.Tensor) -> Any:
+        if saved.numel() == 0:
+            return saved
+        pointer = saved.untyped_storage().data_ptr()
+        for index, leaf in enumerate(self._leaves):
+            same = leaf.untyped_storage().data_ptr() == pointer and leaf.dtype == saved.dtype
+            offset = saved.storage_offset() - leaf.storage_offset()
+            if same and leaf.numel() and 0 <= offset < max(leaf.numel(), 1):
+                self.used = True
+                return _View(index, saved.size(), saved.stride(), offset)
+        return saved.detach()  # an output saved with its own node is a cycle that only the collector would free
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        leaf = self.weights[packed.index]
+        return leaf.as_strided(packed.size, packed.stride, leaf.storage_offset() + packed.offset)
+
+
+@contextmanager
+def _saved_tensors_hooks_allowed():
+    """torch.func forbids saved-tensor hooks while a transform is active, because a hook could see its wrappers.
+
+    Inside a custom primitive the tensors are plain ones, so the ban is lifted for the span of the call.
+    """
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    if message is None:
+        yield
+        return
+    torch._C._autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_disable(message)
+
+
+# --- accumulate -------------------------------------------------------------------------------------------------
+
+
+def accumulate(grad_fn: Callable[[Any], tuple[Tree, tuple]], batches: Iterable[Any]) -> tuple[Tree, list[tuple]]:
+    """Sum `grad_fn(batch) -> (grads, value)` over micro-batches: the summed gradients and the list of values.
+
+    Losses are sums over tokens, so summing gradients weights every token alike however tokens fall in the batches.
+    """
+    total, values = None, []
+    for batch in batches:
+        grads, value = grad_fn(batch)
+        values.append(value)
+        total = grads if total is None else tree.map(lambda a, b: a.add_(b), total, grads)
+    return total, values
+
+
+# --- jit --------------------------------------------------------------------------------------------------------
+
+
+def jit(fn: Callable) -> Callable:
+    """`fn` compiled whole: one graph a shape, an error where it would break."""
+    return torch.compile(fn, fullgraph=True, dynamic=False)
+
+
+def why_no_jit(device: torch.device) -> str | None:
+    """Why `jit` cannot work on this machine, in a sentence; None when it can."""
+    if device.type == "cpu":
+        compilers = [c for c in (sysconfig.get_config_var("CXX"), "g++", "clang++") if c]
+        if not any(shutil.which(c.split()[0]) for c in compilers):
+            return "torch.compile needs a C++ compiler on the CPU and found none (g++ or clang++): running eager"
+    return None
