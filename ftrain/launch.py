@@ -1,0 +1,195 @@
+"""Who am I, and how do processes start.
+
+A plain start is one rank. torchrun, or anything that sets its environment variables, starts many; so does
+`--nproc`, which is spawn.py.
+"""
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+RENDEZVOUS_SECONDS = 45.0  # for all ranks to find each other
+COLLECTIVE_SECONDS = (
+    600.0  # for one collective: long, since a peer may be compiling. A peer that dies is seen sooner.
+)
+
+_LOST = ("closed by peer", "reset by peer", "broken pipe", "pair closure", "timed out", "connection refused")
+_LOST += ("remote process exited", "aborted", "socket")
+
+LOST_PEER = 3  # the exit code of a rank that ended only because another one did
+
+
+class LaunchError(ValueError):
+    """Processes that cannot be started, or cannot find each other, in a sentence."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all, and among those of its machine. master: the address where rank 0 listens."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master: str = ""
+
+
+def world_from_env(environ: Mapping[str, str]) -> World:
+    """The World that torchrun's variables describe; one rank where none of them is set.
+
+    Raises LaunchError when some are missing, are not numbers, or do not fit each other.
+    """
+    given = [name for name in VARIABLES if environ.get(name)]
+    if not given:
+        return World()
+    missing = [name for name in VARIABLES if name not in given]
+    if missing:
+        raise LaunchError(
+            f"{listed(given)} {_is_are(given)} set but {listed(missing)} {_is_are(missing)} not: one of "
+            f"many ranks needs all of {listed(VARIABLES)}, as torchrun sets them. To run as one process, "
+            f"unset {listed(given)}."
+        )
+    numbers = {name: whole(environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    rank, world_size, local_rank = numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
+    local_size = whole(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else local_rank + 1
+    for name, value, limit in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, local_size)):
+        if value >= limit:
+            size = "WORLD_SIZE" if name == "RANK" else "LOCAL_WORLD_SIZE"
+            raise LaunchError(
+                f"{name}={value} with {size}={limit}: expected {name} between 0 and {limit - 1}."
+            )
+    return World(
+        rank, world_size, local_rank, local_size, f"{environ['MASTER_ADDR']}:{numbers['MASTER_PORT']}"
+    )
+
+
+def check_world(parallel, world: World, command: str) -> str | None:
+    """What to type instead, where [parallel] wants several ranks and a plain start made one; else None.
+
+    command: the words after `ftrain`, such as "train debug".
+    """
+    degrees = {name: getattr(parallel, name) for name in ("replicate", "shard", "tensor")}
+    needed = 1
+    for degree in degrees.values():
+        needed *= max(degree, 1)
+    if world.world_size > 1 or needed == 1:
+        return None
+    layout = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+    multiple = "a multiple of " if -1 in degrees.values() else ""
+    return (
+        f"parallel: {layout} needs {multiple}{needed} processes, and a plain start has 1; use\n"
+        f"  ftrain {command} --nproc {needed}\n"
+        f"or, on several machines,\n"
+        f"  torchrun --nproc-per-node {needed} -m ftrain.cli {command}"
+    )
+
+
+def init_process_group(
+    world: World, device, timeout: float = COLLECTIVE_SECONDS, rendezvous: float = RENDEZVOUS_SECONDS
+) -> None:
+    """Join the other ranks: NCCL on GPUs (and gloo beside it, for what lies in host memory), gloo elsewhere.
+
+    One rank needs no group, and none is made. timeout, rendezvous: seconds. Raises LaunchError, within
+    `rendezvous` seconds, when the port is taken or not all ranks come.
+    """
+    if world.world_size == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    cuda = device.type == "cuda"
+    if cuda:
+        if device.index >= torch.cuda.device_count():
+            raise LaunchError(
+                f"local rank {world.local_rank} needs a GPU of its own, but this machine has "
+                f"{torch.cuda.device_count()}; start at most that many ranks here."
+            )
+        torch.cuda.set_device(device)
+    store = _meet(world, rendezvous)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=dist.PrefixStore("ftrain", store),
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if cuda else None,
+    )
+
+
+def close_process_group() -> None:
+    """Leave the other ranks, if this process joined any."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception says that another rank went away, not that this one did something wrong."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return (isinstance(error, dist.DistError) or "gloo" in text) and any(sign in text for sign in _LOST)
+
+
+def _meet(world: World, seconds: float):
+    """The store through which ranks find each other, or LaunchError within `seconds`.
+
+    In a thread: a client that reached a port of some other program waits for an answer for ever, whatever its
+    timeout.
+    """
+    import torch.distributed as dist
+
+    outcome = []
+
+    def meet():
+        try:
+            outcome.append(next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0])
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    thread.join(seconds + 5)
+    store = outcome[0] if outcome else TimeoutError()
+    if not isinstance(store, Exception):
+        return store
+    if "EADDRINUSE" in str(store):
+        raise LaunchError(port_taken(int(world.master.rpartition(":")[2]))) from store
+    raise LaunchError(
+        f"rank {world.rank} of {world.world_size} did not find the other ranks at MASTER_ADDR:MASTER_PORT "
+        f"{world.master} within {seconds:g} s. A rank has not started, or that port is another "
+        "program's."
+    ) from store
+
+
+def port_taken(port: int) -> str:
+    """The sentence for a MASTER_PORT on which rank 0 cannot listen."""
+    return (
+        f"MASTER_PORT={port} cannot be used on this machine: another program holds it, or it is no port at "
+        "all. Set another MASTER_PORT, or with --nproc none: a free one is then found."
+    )
+
+
+def whole(environ: Mapping[str, str], name: str) -> int:
+    """A variable as a whole number: of at least 1 for a size, else 0. Raises LaunchError."""
+    try:
+        value = int(environ[name])
+    except ValueError:
+        value = -1
+    if value < (1 if name.endswith("SIZE") else 0):
+        raise LaunchError(f"{name}={environ[name]!r}: expected a whole number, as torchrun sets it.")
+    return value
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]
+
+
+def _is_are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
