@@ -97,7 +97,7 @@ def fault(path: Path | str) -> str | None:
         return "there is no such folder" if not path.exists() else "it is not a folder"
     match = _NAME.fullmatch(path.name)
     if match and match[2] == ".tmp":
-        return "the save was interrupted"
+        return "its save did not finish"
     if match and match[2] == ".removing":
         return "it was being removed"
     try:
