@@ -23,7 +23,10 @@ class RecipeError(ValueError):
 
     def __init__(self, problems: Sequence[str]):
         self.problems = list(problems)
-        super().__init__("\n".join(self.problems))
+        super().__init__(self.problems)  # as it came, so that the error survives pickling between processes
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
 
 def model_config(model: Model) -> Any:

@@ -46,6 +46,7 @@ class Data:
     tokenizer: str = key("bytes", '"bytes", or the path of a tokenizer.json')
     seq_len: int = key(256, "tokens in a training sequence", low=1)
     global_batch_size: int = key(8, "sequences in an optimizer step, whatever the number of ranks", low=1)
+    text_field: str = key("text", "the key of a record, or column, that holds its text")
     held_out: float = key(0.05, "share of the documents kept for validation", above=0, below=1)
     cache: str | None = key(None, "folder that keeps the tokens of the text between runs; absent: not kept")
     document_mask: bool = key(False, "tokens attend only within their own document")
