@@ -1,22 +1,65 @@
 """How a model is run: on which mesh, in which dtypes, compiled or not, what is kept and what is run again.
 
 A model knows what it computes and asks an `Execution` for the rest: the gathers of its parameters, its linear layers
-and the compiler. None of it changes results beyond rounding.
+and the compiler. Only fp8 changes results beyond rounding.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from ftrain import fp8
 from ftrain.fsdp import Gather, make_gather
-from ftrain.linear import Linear, high_precision
+from ftrain.linear import Linear, make_linear
 from ftrain.sharding import COMPUTE_RULES, STORED_RULES, Mesh, Rule, plan
 from ftrain.transforms import jit
 
 LOGITS_BYTES = 1 << 31  # fp32 logits that one chunk of the loss may take on a rank
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Which weights fp8 multiplies, how, and what of it travels and is kept. The default is no fp8."""
+
+    recipe: fp8.Recipe = fp8.NONE
+    weights: tuple[str, ...] = ()  # globs over parameter paths: the weights of products
+    skip: tuple[str, ...] = ()  # globs over parameter paths that stay in high precision
+    all_gather: bool = True  # codes travel, where the recipe has one form of a weight for all its uses
+    precompute_scales: bool = False
+    cache_shards: bool = False
+
+    def runs(self, path: str) -> bool:
+        """Whether the weight at `path` is multiplied in fp8."""
+        chosen = any(fnmatchcase(path, glob) for glob in self.weights)
+        return self.recipe.is_fp8 and chosen and not any(fnmatchcase(path, glob) for glob in self.skip)
+
+    def wire(self, path: str) -> tuple[torch.dtype | None, bool]:
+        """(the fp8 format of the weight at `path`, or None; whether its codes travel)."""
+        if not self.runs(path):
+            return None, False
+        operand = fp8.wire_operand(self.recipe)
+        if operand is None:
+            return fp8.E4M3, False
+        return fp8.FORMATS[operand.format], self.all_gather
+
+    def problems(self, paths: list[str]) -> list[str]:
+        """Globs of `skip` that match no weight of a product: surely misspelt."""
+        weights = [p for p in paths if any(fnmatchcase(p, glob) for glob in self.weights)]
+        return [
+            f"fp8.skip={glob!r} matches no weight that fp8 could run; there are {', '.join(_folded(weights))}"
+            for glob in self.skip
+            if self.recipe.is_fp8 and not any(fnmatchcase(path, glob) for path in weights)
+        ]
+
+
+def _folded(paths: list[str]) -> list[str]:
+    """Paths with the layer number as a star, each once."""
+    starred = [".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths]
+    return list(dict.fromkeys(starred))
 
 
 @dataclass(frozen=True)
@@ -31,29 +74,40 @@ class Execution:
     remat: str | float = "none"
     compile: bool = False
     loss_chunks: int = 0  # pieces the sequence is cut in for the loss; 0: as few as LOGITS_BYTES allows
+    fp8: Fp8 = Fp8()
     rules: tuple[tuple[Rule, ...], tuple[Rule, ...]] = (COMPUTE_RULES, STORED_RULES)
 
     def plans(self, abstract: Any) -> Any:
         """The layout of every parameter (sharding.Plan). Raises ShardingError for a layout that cannot work."""
         return plan(abstract, self.mesh.shape, *self.rules)
 
-    def gather(self, abstract: Any, plans: Any, prefix: str = "") -> Gather:
-        """The gather of layers shaped like `abstract` and laid out by `plans`, parts of the model's trees at `prefix`."""
+    def gather(self, abstract: Any, plans: Any, paths: Any, products: bool = True) -> Gather:
+        """The gather of layers shaped like `abstract`, laid out by `plans`, at `paths`: parts of the model's trees.
+
+        products: the layer multiplies with these weights, in fp8 where that is asked for; an embedding does not.
+        """
         return make_gather(
             abstract,
             plans,
             self.mesh,
-            prefix=prefix,
+            paths=paths,
             compute_dtype=self.compute_dtype,
             wire_dtype=self.wire_dtype,
             reduce_dtype=self.reduce_dtype,
             keep=not self.reshard_after_forward,
+            fp8=self.fp8.wire if products else lambda path: (None, False),
+            cast=self._cast,
         )
 
     @cached_property
     def linear(self) -> Linear:
         """The products of a block."""
-        return high_precision(self.mesh.group("tensor"))
+        return make_linear(self.fp8.recipe, self.mesh.group("tensor"))
+
+    @cached_property
+    def _cast(self) -> Callable:
+        # Eager, the cast is five passes over the weight; on a GPU that costs more than fp8 wins.
+        return jit(fp8.cast) if self.compile and self.mesh.device.type == "cuda" else fp8.cast
 
     def jit(self, fn: Callable) -> Callable:
         """`fn`, compiled if this execution compiles."""

@@ -5,10 +5,15 @@ dtype it travels in, and starts one all-gather over the `shard` axis; `wait()` u
 starts the transpose: one reduce-scatter of the gradients in `reduce_dtype`, then, under HSDP, an all-reduce over
 `replicate`. When these run is the fold's business (fold.py), not theirs.
 
+A weight that fp8 multiplies may travel as fp8 codes: its shard is cast with the scale of the whole weight, and the
+codes are gathered. Cast, then gather: no tensor subclass could lose that on the way. The fp8 linear layers find an
+`Fp8Weight` where it was asked for, and a plain tensor elsewhere.
+
 Rows need not divide: every rank sends the same number of padded rows and the surplus is dropped on arrival. On one
 rank nothing is packed and nothing moves: a weight is its shard in the compute dtype.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ftrain import tree
-from ftrain.collectives import Group
-from ftrain.sharding import Mesh, MeshShape, Plan, chunk, local_shape
+from ftrain.collectives import Group, all_reduce_max
+from ftrain.fp8.formats import Scaled, amax, cast, scale_from_amax
+from ftrain.fp8.linear import scaled_weight
+from ftrain.fp8.state import Fp8Weight, WeightState, state_gradients
+from ftrain.sharding import Mesh, chunk, local_shape
 
 ALIGN = 16  # bytes; every parameter of a packed buffer starts at a multiple, whatever dtypes share it
 
@@ -26,7 +34,7 @@ class Layer(NamedTuple):
     """What a gather takes: this rank's shards of one layer, and what fp8 knows of them (None without fp8)."""
 
     params: Any
-    fp8: Any = None
+    fp8: Any = None  # a tree of the params' structure: a WeightState where fp8 knows something, else None
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,12 @@ class Wire:
     dtype: torch.dtype  # on the wire
     compute_dtype: torch.dtype
     padded_rows: int
+    fp8: torch.dtype | None = None  # the format that fp8 products take this weight in; None: high precision
+
+    @property
+    def is_codes(self) -> bool:
+        """Whether fp8 codes travel."""
+        return self.dtype == self.fp8
 
     @property
     def row_numel(self) -> int:
@@ -64,8 +78,10 @@ class Gather:
     treedef: Any
     group: Group  # over `shard`
     replicate: Group
+    world: Group  # all ranks: a weight's scale is that of the whole weight
     reduce_dtype: torch.dtype
     keep: bool = False  # keep gathered weights between forward and backward: reshard_after_forward = false
+    cast: Callable = cast  # fp8.formats.cast, perhaps compiled
 
     @property
     def bytes_per_rank(self) -> int:
@@ -78,26 +94,47 @@ class Gather:
     def start(self, layer: Layer) -> "Arriving":
         """Start gathering `layer`. Pure but for the collective: the shards are read, never changed."""
         shards = tree.leaves(layer.params)
+        states = [None] * len(shards) if layer.fp8 is None else self.treedef.flatten_up_to(layer.fp8)
+        scales = self._scales(shards, states)
+        payloads = [
+            shard if not wire.is_codes else state.codes if state and state.codes is not None else self.cast(shard, scale, wire.fp8)
+            for wire, shard, state, scale in zip(self.wires, shards, states, scales, strict=True)
+        ]
         if self.group is None:
-            return Arriving(self, shards, None, None)
+            return Arriving(self, states, scales, payloads, None, None)
         ranks = self.group.size()
         buffer = torch.empty(ranks, self.bytes_per_rank, dtype=torch.uint8, device=shards[0].device)
         # The send buffer is this rank's row of the receive buffer: NCCL then gathers in place.
         send = buffer[self.group.rank()]
         slots, offset = [], 0
-        for wire, shard in zip(self.wires, shards, strict=True):
-            slots.append(_slot(send, offset, wire).view(wire.padded_rows, *wire.shape[1:])[: shard.shape[0]])
+        for wire, payload in zip(self.wires, payloads, strict=True):
+            slot = _slot(send, offset, wire).view(wire.padded_rows, *wire.shape[1:])[: payload.shape[0]]
+            assert slot.shape == payload.shape, f"{wire.path}: a shard of {payload.shape} in a slot of {slot.shape}"
+            slots.append(_bytes(slot) if wire.is_codes else slot)
             offset = wire.offset_after(offset)
-        torch._foreach_copy_(slots, [_without_surplus(shard, slot) for shard, slot in zip(shards, slots, strict=True)])
+        payloads = [_bytes(p) if wire.is_codes else p for wire, p in zip(self.wires, payloads, strict=True)]
+        torch._foreach_copy_(slots, payloads)
         work = dist.all_gather_into_tensor(buffer.view(-1), send, group=self.group, async_op=True)
-        return Arriving(self, None, buffer, work)
+        return Arriving(self, states, scales, None, buffer, work)
+
+    def _scales(self, shards: list, states: list) -> list[torch.Tensor | None]:
+        """The scale of every weight that is cast with one: as precomputed, else from the amax over all ranks, now."""
+        scales = [state.scale if state else None for state in states]
+        unknown = [i for i, wire in enumerate(self.wires) if wire.is_codes and scales[i] is None]
+        if unknown:
+            amaxes = torch.stack([amax(shards[i]).float() for i in unknown])
+            for i, value in zip(unknown, all_reduce_max(amaxes, self.world).unbind(), strict=True):
+                scales[i] = scale_from_amax(value, self.wires[i].fp8)
+        return scales
 
     def scatter(self, grads: Any) -> "InFlight":
         """Start reducing the gradients of the weights to gradients of the shards. `grads`: the weights' structure."""
-        grads = tree.leaves(grads)
+        nodes = self.treedef.flatten_up_to(grads)
+        grads = [node.gradient if isinstance(node, Fp8Weight) else node for node in nodes]
+        observed = [node.observed if isinstance(node, Fp8Weight) else None for node in nodes]
         if self.group is None:
             reduced = [grad.to(self.reduce_dtype) for grad in grads]
-            return InFlight(self, reduced, None, None).start_replicate()
+            return InFlight(self, observed, reduced, None, None).start_replicate()
         ranks = self.group.size()
         total = sum(wire.numel() for wire in self.wires)
         even = all(wire.padded_rows * ranks == wire.shape[0] for wire in self.wires)
@@ -115,7 +152,7 @@ class Gather:
             offset += wire.numel()
         mine = torch.empty(total, dtype=self.reduce_dtype, device=buffer.device)
         work = dist.reduce_scatter_tensor(mine, buffer.view(-1), group=self.group, async_op=True)
-        return InFlight(self, None, (mine, buffer), work)
+        return InFlight(self, observed, None, (mine, buffer), work)
 
 
 @dataclass
@@ -123,23 +160,42 @@ class Arriving:
     """Weights on their way. `wait()` once."""
 
     plan: Gather
-    shards: list[torch.Tensor] | None
+    states: list[WeightState | None]
+    scales: list[torch.Tensor | None]
+    payloads: list[torch.Tensor] | None  # on one rank: what would have travelled
     buffer: torch.Tensor | None
     work: Any
 
     def wait(self) -> Any:
-        """The whole weights of the layer on this rank, in the compute dtype, in the layer's structure."""
-        if self.shards is not None:
-            weights = [shard.to(wire.compute_dtype) for wire, shard in zip(self.plan.wires, self.shards, strict=True)]
-            return tree.unflatten(self.plan.treedef, weights)
-        self.work.wait()
-        weights, offset = [], 0
-        for wire in self.plan.wires:
-            rows = _slot(self.buffer, offset, wire).reshape(-1, *wire.shape[1:])
-            weights.append(rows[: wire.shape[0]].to(wire.compute_dtype))
-            offset = wire.offset_after(offset)
-        self.buffer = None
+        """The whole weights of the layer on this rank, in the layer's structure: tensors in the compute dtype, and
+        `Fp8Weight`s."""
+        arrived = self.payloads if self.payloads is not None else self._unpacked()
+        self.payloads = self.buffer = None
+        weights = [
+            self._weight(*parts) for parts in zip(self.plan.wires, arrived, self.scales, self.states, strict=True)
+        ]
         return tree.unflatten(self.plan.treedef, weights)
+
+    def _unpacked(self) -> list[torch.Tensor]:
+        self.work.wait()
+        arrived, offset = [], 0
+        for wire in self.plan.wires:
+            arrived.append(_slot(self.buffer, offset, wire).reshape(-1, *wire.shape[1:])[: wire.shape[0]])
+            offset = wire.offset_after(offset)
+        return arrived
+
+    def _weight(self, wire: Wire, arrived: torch.Tensor, scale: torch.Tensor | None, state: WeightState | None) -> Any:
+        if wire.fp8 is None:
+            return arrived.to(wire.compute_dtype)
+        history = (state.x, state.g) if state else (None, None)
+        if wire.is_codes:
+            port = torch.zeros((), dtype=wire.compute_dtype, device=arrived.device).expand(arrived.shape)
+            return Fp8Weight(Scaled(arrived, scale, port), *history)
+        if scale is not None:
+            return Fp8Weight(scaled_weight(arrived, scale, wire.fp8, wire.compute_dtype), *history)
+        # Not rounded to the compute dtype on the way: where parameters travel in their own dtype, the linear layer
+        # makes the same codes from them that the shards would have made.
+        return Fp8Weight(arrived, *history)
 
 
 @dataclass
@@ -147,6 +203,7 @@ class InFlight:
     """Gradients on their way. `start_replicate()` when the reduce-scatter is likely done, then `wait()` once."""
 
     plan: Gather
+    observed: list  # what came out of the histories' ports, see fp8.state
     reduced: list[torch.Tensor] | None
     buffers: tuple[torch.Tensor, torch.Tensor] | None
     work: Any
@@ -171,7 +228,10 @@ class InFlight:
         for work in self.start_replicate().over_replicas:
             work.wait()
         grads = self.reduced if self.buffers is None else self._unpacked(self.buffers[0])
-        return [*grads, *(None for _ in tree.leaves(layer.fp8))]
+        if layer.fp8 is None:
+            return grads
+        states = self.plan.treedef.flatten_up_to(layer.fp8)
+        return [*grads, *(leaf for pair in zip(states, self.observed, strict=True) for leaf in state_gradients(*pair))]
 
     def _unpacked(self, mine: torch.Tensor) -> list[torch.Tensor]:
         ranks, rank = self.plan.group.size(), self.plan.group.rank()
@@ -189,37 +249,35 @@ def make_gather(
     plans: Any,
     mesh: Mesh,
     *,
-    prefix: str = "",
+    paths: Any,
     compute_dtype: torch.dtype,
     wire_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype = torch.float32,
     keep: bool = False,
+    fp8: Callable[[str], tuple[torch.dtype | None, bool]] = lambda path: (None, False),
+    cast: Callable = cast,
 ) -> Gather:
-    """The gather of layers shaped like `abstract` (a tree of Param) laid out by `plans` (a tree of Plan).
+    """The gather of layers shaped like `abstract` (a tree of Param), laid out by `plans` and named by `paths`.
 
-    `wire_dtype` is what travels; None: the compute dtype. The parameters' own dtype costs twice the bytes of bf16
-    and changes nothing else, since the cast to the compute dtype then happens on arrival.
+    wire_dtype: what travels; None: the compute dtype. The parameters' own dtype costs twice the bytes of bf16 and
+        changes nothing else, since the cast to the compute dtype then happens on arrival.
+    fp8: path -> (the format that fp8 products take this weight in, or None; whether its codes travel).
     """
     wires = []
-    for (path, param), plan in zip(tree.named_leaves(abstract), tree.leaves(plans), strict=True):
-        wires.append(make_wire(f"{prefix}{path}", param.shape, plan, mesh.shape, wire_dtype or compute_dtype, compute_dtype))
+    for param, plan, path in zip(*(tree.leaves(t) for t in (abstract, plans, paths)), strict=True):
+        format, travels = fp8(path)
+        dtype = format if travels else wire_dtype or compute_dtype
+        used = local_shape(param.shape, plan.compute, mesh.shape, 0)  # splits over `tensor` are even: any rank's
+        wires.append(Wire(path, used, dtype, compute_dtype, -(-used[0] // mesh.shape.shard), format))
     _, treedef = tree.flatten(abstract)
-    return Gather(tuple(wires), treedef, mesh.group("shard"), mesh.group("replicate"), reduce_dtype, keep)
+    groups = (mesh.group("shard"), mesh.group("replicate"), mesh.world)
+    return Gather(tuple(wires), treedef, *groups, reduce_dtype, keep, cast)
 
 
-def make_wire(
-    path: str, shape: tuple[int, ...], plan: Plan, mesh: MeshShape, dtype: torch.dtype, compute_dtype: torch.dtype
-) -> Wire:
-    """How a parameter of global `shape` travels on `mesh`. Tensor splits are even, so any rank's shape will do."""
-    used = local_shape(shape, plan.compute, mesh, 0)
-    return Wire(path, used, dtype, compute_dtype, -(-used[0] // mesh.shard))
+def _bytes(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.uint8)  # neither gloo nor a copy of many tensors at once knows fp8
 
 
 def _slot(buffer: torch.Tensor, offset: int, wire: Wire) -> torch.Tensor:
     """The part of a byte buffer (last dim) that one parameter takes, seen in its own dtype."""
     return buffer[..., offset : offset + wire.numel() * wire.dtype.itemsize].contiguous().view(wire.dtype)
-
-
-def _without_surplus(shard: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    assert shard.shape == slot.shape, f"a shard of shape {tuple(shard.shape)} does not fit its slot {tuple(slot.shape)}"
-    return shard

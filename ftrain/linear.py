@@ -3,6 +3,8 @@
 A block asks for two things. `column(x, *weights)` multiplies one input with several weights whose rows are split over
 `tensor`; `row(x, weight)` multiplies with a weight whose columns are. Between blocks the sequence is split over
 `tensor` too: column gathers it, row scatters it. On one rank both are plain products.
+
+The weight says how it is multiplied: a tensor in its own dtype, an `Fp8Weight` as the fp8 recipe says.
 """
 
 from collections.abc import Callable
@@ -11,25 +13,47 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ftrain import fp8
 from ftrain.collectives import Group, all_gather, reduce_scatter
+from ftrain.fp8.state import Fp8Weight
 
 
 class Linear(NamedTuple):
     """The two products of a block, and the group that splits them (None on one rank)."""
 
     column: Callable[..., tuple[torch.Tensor, ...]]
-    row: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    row: Callable[[torch.Tensor, torch.Tensor | Fp8Weight], torch.Tensor]
     group: Group
 
 
-def high_precision(group: Group = None) -> Linear:
-    """Products in the compute dtype."""
+def make_linear(recipe: fp8.Recipe = fp8.NONE, group: Group = None) -> Linear:
+    """The products over `group`; weights that come as `Fp8Weight` are multiplied as `recipe` says."""
 
-    def column(x_BSD: torch.Tensor, *weights_FD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x_BSD = all_gather(x_BSD, 1, group)
-        return tuple(F.linear(x_BSD, weight_FD) for weight_FD in weights_FD)
+    def column(x_BSD: torch.Tensor, *weights_FD: torch.Tensor | Fp8Weight) -> tuple[torch.Tensor, ...]:
+        in_fp8 = [w for w in weights_FD if isinstance(w, Fp8Weight)]
+        outputs = iter(())
+        if in_fp8:
+            outputs = iter(
+                fp8.column(
+                    x_BSD, [w.weight for w in in_fp8], recipe, group, x_history=_shared(in_fp8), g_histories=_own(in_fp8)
+                )
+            )
+        if len(in_fp8) < len(weights_FD):
+            x_BSD = all_gather(x_BSD, 1, group)
+        return tuple(next(outputs) if isinstance(w, Fp8Weight) else F.linear(x_BSD, w) for w in weights_FD)
 
-    def row(x_BSF: torch.Tensor, weight_DF: torch.Tensor) -> torch.Tensor:
+    def row(x_BSF: torch.Tensor, weight_DF: torch.Tensor | Fp8Weight) -> torch.Tensor:
+        if isinstance(weight_DF, Fp8Weight):
+            return fp8.row(x_BSF, weight_DF.weight, recipe, group, x_history=weight_DF.x, g_history=weight_DF.g)
         return reduce_scatter(F.linear(x_BSF, weight_DF), 1, group)
 
     return Linear(column, row, group)
+
+
+def _shared(weights: list[Fp8Weight]) -> fp8.History | None:
+    """The history of the one input that several weights share: the first one's."""
+    return weights[0].x
+
+
+def _own(weights: list[Fp8Weight]) -> list[fp8.History] | None:
+    return None if weights[0].g is None else [w.g for w in weights]

@@ -5,19 +5,19 @@
     state, metrics = run.step(state, run.batch(0))
 """
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 
-from ftrain import optim
+from ftrain import fp8, optim, tree
 from ftrain.data import open_data
-from ftrain.execution import Execution
+from ftrain.execution import Execution, Fp8
 from ftrain.generate import generate
 from ftrain.launch import World
 from ftrain.models import family
 from ftrain.nn import IGNORE
 from ftrain.param import Param
-from ftrain import tree
 from ftrain.recipe import Recipe, accumulation, model_config, resolve_parallel
 from ftrain.sharding import MeshShape, initialize, make_mesh, to_local
 from ftrain.step import TrainState, init_state, make_eval_step, make_global_norm, make_train_step
@@ -56,6 +56,14 @@ class Run:
             remat=recipe.train.remat,
             compile=compile,
             loss_chunks=recipe.train.loss_chunks,
+            fp8=Fp8(
+                fp8.parse(recipe.fp8.recipe),
+                self.family.product_weights(self.cfg),
+                recipe.fp8.skip,
+                recipe.fp8.all_gather,
+                recipe.fp8.precompute_scales,
+                recipe.fp8.cache_shards,
+            ),
         )
         dtype = DTYPES[recipe.precision.params]
         self.abstract = tree.map(lambda p: Param(p.shape, p.axes, p.init, dtype), self.family.abstract(self.cfg))
@@ -123,8 +131,6 @@ class Run:
     @cached_property
     def _eager_model(self):
         # Generation runs one sequence, a shape of its own: compiling for it would take longer than it saves.
-        from dataclasses import replace
-
         return self.family.make_model(self.cfg, replace(self.execution, compile=False))
 
     @cached_property

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 
+from ftrain import tree
 from ftrain.collectives import reduce_scatter
 from ftrain.execution import Execution
 from ftrain.fold import fold, sum_over_chunks
@@ -104,7 +105,15 @@ def abstract(cfg: Config) -> dict:
     return params
 
 
-LINEAR_WEIGHTS = ("layers.*.w*", "output")  # globs over the weights of products: what fp8 may run
+def product_weights(cfg: Config) -> tuple[str, ...]:
+    """Globs over the parameters that are weights of products, which fp8 may run: all but the norms, and the
+    embedding only where it is the output matrix too (it is still looked up in high precision)."""
+    return ("layers.*.w*", output_path(cfg))
+
+
+def output_path(cfg: Config) -> str:
+    """The path of the output matrix."""
+    return "embedding" if cfg.tie_embeddings else "output"
 
 
 # --- one layer --------------------------------------------------------------------------------------------------
@@ -163,6 +172,7 @@ class Model(NamedTuple):
 def make_model(cfg: Config, execution: Execution | None = None) -> Model:
     """The model of `cfg`, run the way `execution` says (default: one rank, high precision, eager).
 
+    fp8: what is known of the weights beforehand, a tree like params of fp8.WeightState or None; None: nothing.
     loss(params, batch, fp8=None) -> (sum of the token losses, fp32 scalar; number of tokens counted, int64 scalar).
     batch: "tokens" and "targets", int64 (B, S), targets of IGNORE not counted; with "segments", int64 (B, S), tokens
     attend only to tokens of their own segment.
@@ -172,14 +182,11 @@ def make_model(cfg: Config, execution: Execution | None = None) -> Model:
     ex = execution or Execution()
     linear = ex.linear
     declared = abstract(cfg)
-    output = "embedding" if cfg.tie_embeddings else "output"
-    plans = ex.plans(declared)
-    embed_gather = ex.gather({"embedding": declared["embedding"]}, {"embedding": plans["embedding"]})
-    layer_gathers = [
-        ex.gather(layer, plan, f"layers.{i}.")
-        for i, (layer, plan) in enumerate(zip(declared["layers"], plans["layers"], strict=True))
-    ]
-    head_gather = ex.gather(*({"norm": t["norm"], "output": t[output]} for t in (declared, plans)))
+    output = output_path(cfg)
+    trees = declared, ex.plans(declared), tree.map_named(lambda path, _: path, declared)
+    embed_gather = ex.gather(*({"embedding": t["embedding"]} for t in trees), products=False)
+    layer_gathers = [ex.gather(*parts) for parts in zip(*(t["layers"] for t in trees), strict=True)]
+    head_gather = ex.gather(*({"norm": t["norm"], "output": t[output]} for t in trees))
     run_embedding = partial(embedding, linear=linear)
     run_block = ex.jit(partial(block, cfg=cfg, linear=linear))
     run_head = partial(head, cfg=cfg, linear=linear)
@@ -190,13 +197,13 @@ def make_model(cfg: Config, execution: Execution | None = None) -> Model:
         table = rope_table(tokens_BS.shape[1], frequencies)
         mask = None if segments_BS is None else same_document(segments_BS)
         x_BSD = fold(run_embedding, [Layer({"embedding": params["embedding"]})], tokens_BS, gathers=[embed_gather])
-        metas = [None] * cfg.n_layers if fp8 is None else fp8["layers"]
-        layers = [Layer(weights, meta) for weights, meta in zip(params["layers"], metas, strict=True)]
+        states = [None] * cfg.n_layers if fp8 is None else fp8["layers"]
+        layers = [Layer(*parts) for parts in zip(params["layers"], states, strict=True)]
         return fold(run_block, layers, x_BSD, table, mask, gathers=layer_gathers, remat=ex.remat)
 
     def head_layer(params: dict, fp8) -> Layer:
-        meta = None if fp8 is None else fp8["head"]
-        return Layer({"norm": params["norm"], "output": params[output]}, meta)
+        states = None if fp8 is None else {"norm": fp8["norm"], "output": fp8[output]}
+        return Layer({"norm": params["norm"], "output": params[output]}, states)
 
     def loss(params: dict, batch: dict, fp8=None) -> tuple[torch.Tensor, torch.Tensor]:
         x_BSD = hidden(params, batch["tokens"], batch.get("segments"), fp8)
