@@ -1,14 +1,20 @@
 """fp8 numerics: formats and scales, the recipe algebra, products, and what a weight's scale is known from.
 
-    formats.py     the cast and its scale                  recipes.py   which product does what, as values
-    matmul.py      the product of two fp8 matrices         linear.py    the differentiable layer, and its parallel forms
-    state.py       what is known of a weight, and where a linear layer meets it
+    formats.py     the cast and its scale              recipes.py    which product does what, as values
+    casts.py       from a recipe to codes              parse.py      a user's own recipe
+    matmul.py      the product of two fp8 matrices     check.py      what cannot be combined
+    linear.py      the differentiable layer, and its   sequence.py   what tensor parallelism moves
+                   tensor-parallel forms               precompute.py all weights' scales, one all-reduce
+    state.py       what is known of a weight, and      delayed.py    scales from earlier steps' amaxes
+                   where a linear layer meets it       measure.py    what a cast loses
 """
 
+from .check import check
 from .formats import E4M3, E5M2, FORMATS, MAX, Scaled, amax, cast, dequantise, scale_from_amax
 from .linear import History, column, row, scaled_weight
 from .matmul import scaled_mm
-from .recipes import NONE, RECIPES, Operand, Product, Recipe, check, describe, parse, uses_history, wire_operand
+from .parse import parse
+from .recipes import NONE, RECIPES, Operand, Product, Recipe, describe, uses_history, wire_operand
 from .state import Fp8Weight, WeightState
 
 __all__ = [

@@ -50,8 +50,8 @@ def jobs(
 ) -> list[Job]:
     """The casts of one matrix, "x", "w" or "g", for its uses: (product, operand), None for high precision.
 
-    split: the letter of the dim that is split over the ranks, "" if none. scale: if it is known before. Two uses
-    that can share a cast give one job, so the first job is the first use's and the last job the last's.
+    split: the letter of the dim that is split over the ranks, "" if none. scale: if it is known before. Two
+    uses that can share a cast give one job, so the first job is the first use's and the last job the last's.
     """
     made: list[Job] = []
     for product, operand in uses:

@@ -1,8 +1,8 @@
 """fp8 formats, scales and the cast: the arithmetic everything else in this folder is built on.
 
-A scale multiplies: ``codes = cast(x * scale)``, ``x ~ codes / scale``. Scales are float32 whatever the tensor's
-dtype is: a bfloat16 scale moves codes by a whole step. None of these functions is to be differentiated through;
-`linear.py` has the gradient.
+A scale multiplies: ``codes = cast(x * scale)``, ``x ~ codes / scale``. Scales are float32 whatever the
+tensor's dtype is: a bfloat16 scale moves codes by a whole step. None of these functions is to be
+differentiated through; `linear.py` has the gradient.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ E5M2 = torch.float8_e5m2
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 MAX = {E4M3: 448.0, E5M2: 57344.0}
 
-# A tensor of zeros has amax 0 and one of 1e-37 would need a scale beyond float32: both are clamped here, which
-# keeps the scale (at most 5.7e16) and its reciprocal finite. It is torchao's constant too.
+# A tensor of zeros has amax 0 and one of 1e-37 would need a scale beyond float32: both are clamped here,
+# which keeps the scale (at most 5.7e16) and its reciprocal finite. It is torchao's constant too.
 SMALLEST_AMAX = 1e-12
 
 
 class Scaled(NamedTuple):
     """An fp8 tensor with its scale, and the place where its gradient goes.
 
-    data: fp8 codes. scale: float32, of shape () or broadcastable against data. port: a high-precision tensor of
-    data's shape and stride 0 (it holds one number); its dtype is the dtype its gradient will have. An fp8 tensor
-    must never carry a cotangent, because autograd would round the gradient to fp8: the port carries it.
+    data: fp8 codes. scale: float32, of shape () or broadcastable against data. port: a high-precision tensor
+    of data's shape and stride 0 (it holds one number); its dtype is the dtype its gradient will have. An fp8
+    tensor must never carry a cotangent, because autograd would round the gradient to fp8: the port carries
+    it.
     """
 
     data: Tensor
@@ -36,10 +37,11 @@ class Scaled(NamedTuple):
 
 
 def port_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of x's shape that occupies one number; the gradient of that dtype that it receives becomes x's."""
+    """A tensor of x's shape that occupies one number. The gradient it receives, of that dtype, is x's."""
     return _Port.apply(x, dtype)
 
 
+@torch.compiler.allow_in_graph
 class _Port(torch.autograd.Function):
     @staticmethod
     def forward(x, dtype):
@@ -71,7 +73,8 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
 
     The division is done in float64, so that eager and compiled code agree to the bit. A power-of-two scale is
     rounded *down* by masking its mantissa; ``exp2(floor(log2(scale)))`` rounds up just below a power of two.
-    NaN or Inf in, NaN out: the cast that follows turns the tensor into NaN, and the step's finite check sees it.
+    NaN or Inf in, NaN out: the cast that follows turns the tensor into NaN, and the step's finite check sees
+    it.
     """
     wide = amax.to(torch.float64)
     scale = (MAX[dtype] / wide.clamp(min=SMALLEST_AMAX)).to(torch.float32)
@@ -83,9 +86,9 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """fp8 codes of ``x * scale``, saturating: float32 multiply, clamp to the format's range, convert.
 
-    x: any float dtype. scale: float32, broadcastable against x. Finite values beyond the range become the largest
-    code. NaN and Inf become NaN in both formats: the clamp would turn Inf into a plausible 448, and e5m2 has an
-    Inf that the next operation need not notice.
+    x: any float dtype. scale: float32, broadcastable against x. Finite values beyond the range become the
+    largest code. NaN and Inf become NaN in both formats: the clamp would turn Inf into a plausible 448, and
+    e5m2 has an Inf that the next operation need not notice.
     """
     limit = MAX[dtype]
     scaled = (x.to(torch.float32) * scale).clamp(-limit, limit)
@@ -93,5 +96,5 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantise(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values that fp8 codes stand for: codes divided by their scale, in float32, then converted to dtype."""
+    """The values that fp8 codes stand for: divided by their scale in float32, then converted to dtype."""
     return (data.to(torch.float32) / scale).to(dtype)

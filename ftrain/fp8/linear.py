@@ -1,13 +1,13 @@
 """The differentiable fp8 product: one cast of x serves several weights.
 
 Letters: T tokens (B batch by S sequence), K inputs, N outputs. Weights are (N, K). A weight is either a
-high-precision tensor, cast here as the recipe says, or a `Scaled`: codes that were cast, and perhaps gathered,
-before. The gradient of a `Scaled` goes to its port.
+high-precision tensor, cast here as the recipe says, or a `Scaled`: codes that were cast, and perhaps
+gathered, before. The gradient of a `Scaled` goes to its port.
 
-`column` and `row` are the two tensor-parallel forms, with the sequence split between layers: column gathers x's
-codes and leaves N split; row takes K split and reduce-scatters its output. Codes travel as bytes (gloo knows no
-fp8), sums in high precision. A scale that spans ranks comes from the maximum over them, so that the codes are those
-that one rank alone would make.
+`column` and `row` are the two tensor-parallel forms, with the sequence split between layers: column gathers
+x's codes and leaves N split; row takes K split and reduce-scatters its output. Codes travel as bytes (gloo
+knows no fp8), sums in high precision. A scale that spans ranks comes from the maximum over them, so that the
+codes are those that one rank alone would make.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from ftrain import collectives
 
 from . import formats, sequence
-from .casts import Codes, Job, cast_all, jobs, shared
+from .casts import Codes, cast_all, jobs, shared
 from .formats import Scaled
 from .matmul import scaled_mm
 from .recipes import SPLIT, Recipe, left, right
@@ -32,9 +32,9 @@ class History(NamedTuple):
     """A tensor's scale as known before the step, and a way for its amax to come out of the backward.
 
     scale: float32 (), or None to scale by this tensor's own amax (the first step of all). port: a float32 0-d
-    tensor; the cotangent that it receives is not a derivative but the amax that was observed on this rank. Because
-    it comes out of the backward, neither recomputation nor validation can advance a history. Use a port once:
-    cotangents add.
+    tensor; the cotangent that it receives is not a derivative but the amax that was observed on this rank.
+    Because it comes out of the backward, neither recomputation nor validation can advance a history. Use a
+    port once: cotangents add.
     """
 
     scale: Tensor | None
@@ -51,9 +51,10 @@ def linear(
 ) -> tuple[Tensor, ...]:
     """``x @ w.T`` for every weight, as the recipe says, differentiable in x and the weights.
 
-    x: (..., K) float32 or bfloat16. weights: (N, K) tensors or `Scaled`. x_history, g_histories (one a weight): for
-    recipes whose scales have a history. Returns one (..., N) tensor a weight, in x's dtype. Gradients have the dtype
-    of what they are the gradient of. Raises ValueError where the recipe cannot use what it is given.
+    x: (..., K) float32 or bfloat16. weights: (N, K) tensors or `Scaled`. x_history, g_histories (one a
+    weight): for recipes whose scales have a history. Returns one (..., N) tensor a weight, in x's dtype.
+    Gradients have the dtype of what they are the gradient of. Raises ValueError where the recipe cannot use
+    what it is given.
     """
     return _apply(x, weights, recipe, "local", None, x_history, g_histories)
 
@@ -69,8 +70,8 @@ def column(
 ) -> tuple[Tensor, ...]:
     """Column-parallel `linear`: x (B, S/n, K) and weights (N/n, K) to outputs (B, S, N/n).
 
-    x's codes are gathered along S, once for all weights; the gradient of x is reduce-scattered along S. Where a
-    product needs x in high precision, x is gathered so. n is the group's size; a group of None is `linear`.
+    x's codes are gathered along S, once for all weights; the gradient of x is reduce-scattered along S. Where
+    a product needs x in high precision, x is gathered so. n is the group's size; a group of None is `linear`.
     """
     return _apply(x, weights, recipe, "column", group, x_history, g_histories)
 
@@ -93,7 +94,7 @@ def row(
 
 
 def scaled_weight(w: Tensor, scale: Tensor, dtype: torch.dtype, grad_dtype: torch.dtype) -> Scaled:
-    """w cast to fp8 with a scale that is known, as a `Scaled` whose gradient, of grad_dtype, is handed back to w."""
+    """w cast to fp8 with a known scale: a `Scaled` whose gradient, of grad_dtype, is handed back to w."""
     return Scaled(formats.cast(w.detach(), scale, dtype), scale, formats.port_of(w, grad_dtype))
 
 
@@ -110,12 +111,14 @@ def _apply(x, weights, recipe, form, group, x_history, g_histories) -> tuple[Ten
     if group is None or group.size() == 1:
         form, group = "local", None
     _refuse(x, weights, recipe, form, group, x_history, g_histories)
-    x_scale, x_split, first, second = None, SPLIT[form]["x"], left(recipe, "output"), right(recipe, "grad_weight")
+    first, second = left(recipe, "output"), right(recipe, "grad_weight")
+    x_scale, x_split = None, SPLIT[form]["x"]
     if x_history is not None:
         x_scale = x_history.scale
         x = _Observe.apply(x, x_history.port, formats.amax(x.detach()).float())
 
-    # In column form x travels as codes if codes are all that the products need; its gradient then comes to a port.
+    # In column form x travels as codes if codes are all that the products need; its gradient then comes to a
+    # port.
     main, source = x, x
     gather_codes = form == "column" and first is not None and second is not None
     if gather_codes:
@@ -139,6 +142,7 @@ def _apply(x, weights, recipe, form, group, x_history, g_histories) -> tuple[Ten
     for_grad_weight = (None, None) if once or not x_codes or not second else x_codes[-1]
 
     outputs = []
+    mains = _FanOut.apply(main, len(weights)) if len(weights) > 1 else (main,)
     for i, w in enumerate(weights):
         g_history = (None, None) if g_histories is None else g_histories[i]
         if isinstance(w, Scaled):
@@ -147,7 +151,7 @@ def _apply(x, weights, recipe, form, group, x_history, g_histories) -> tuple[Ten
             w_main, weight = w, next(w_codes) if first else (None, None)
         plan = _Plan(recipe, form, group, isinstance(w, Scaled))
         args = (*for_output, *for_grad_weight, w_main, *weight, *g_history)
-        outputs.append(_Product.apply(plan, main, *args))
+        outputs.append(_Product.apply(plan, mains[i], *args))
     return tuple(outputs)
 
 
@@ -156,25 +160,52 @@ def _refuse(x, weights, recipe, form, group, x_history, g_histories) -> None:
         raise ValueError(f"fp8 linear: x is {tuple(x.shape)}; it needs a dim of tokens and one of features.")
     if form == "row" and x.shape[-2] % group.size():
         raise ValueError(
-            f"row-parallel fp8 linear: x is {tuple(x.shape)}; its sequence, {x.shape[-2]}, must be a multiple of the "
-            f"{group.size()} ranks that the output is scattered over."
+            f"row-parallel fp8 linear: x is {tuple(x.shape)}; its sequence, {x.shape[-2]}, must be a "
+            f"multiple of the {group.size()} ranks that the output is scattered over."
         )
     w_operand, name = right(recipe, "output"), f"recipe {recipe.name!r}"
     for i, w in enumerate(weights):
         if isinstance(w, Scaled) and not (recipe.output and recipe.grad_input):
-            raise ValueError(f"weight {i} is fp8, but {name} uses it in high precision; pass it in high precision.")
+            raise ValueError(f"weight {i} is fp8, but {name} uses it in high precision; pass it so.")
         if not isinstance(w, Scaled) and w_operand and w_operand.scale == "history":
-            raise ValueError(f"weight {i} is in high precision, but {name} scales it by its history, which is known "
-                             "outside; cast it first, with scaled_weight.")
+            raise ValueError(
+                f"weight {i} is in high precision, but {name} scales it by its history, which is known "
+                "outside; cast it first, with scaled_weight."
+            )
     for product in ("grad_input", "grad_weight"):
         operand = left(recipe, product)
         if operand and operand.scale == "history" and g_histories is None:
-            raise ValueError(f"{name} scales gradients by their history; pass g_histories (g_history for row).")
+            raise ValueError(f"{name} scales gradients by their history; pass g_histories.")
     for operand in (left(recipe, "output"), right(recipe, "grad_weight")):
         if operand and operand.scale == "history" and x_history is None:
             raise ValueError(f"{name} scales x by its history; pass x_history.")
 
 
+# Dynamo ignores the backward of an autograd.Function inside torch.compile(torch.func.grad(...)) and
+# differentiates its forward instead, which for a cast is silently zero; allow_in_graph keeps the Function
+# whole.
+@torch.compiler.allow_in_graph
+class _FanOut(torch.autograd.Function):
+    """x for each of n uses. Their gradients sum in float32 and are rounded once, eager and compiled alike."""
+
+    @staticmethod
+    def forward(x, n):
+        return tuple(x.view_as(x) for _ in range(n))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        used = [grad for grad in grads if grad is not None]
+        total = used[0].to(torch.float32)
+        for grad in used[1:]:
+            total = total + grad
+        return total.to(used[0].dtype), None
+
+
+@torch.compiler.allow_in_graph
 class _Observe(torch.autograd.Function):
     """x itself; in the backward, its amax goes out as the cotangent of port."""
 
@@ -191,11 +222,13 @@ class _Observe(torch.autograd.Function):
         return grad, ctx.saved_tensors[0].view_as(ctx.saved_tensors[0]), None
 
 
+@torch.compiler.allow_in_graph
 class _Product(torch.autograd.Function):
-    """One weight's three products. x and w take the gradients; what is multiplied are the codes, where there are any.
+    """One weight's three products. x and w take the gradients; codes, where there are any, are multiplied.
 
-    Saved are x's codes for grad_weight (or x, where that is in high precision), and the weight's codes if it came as
-    codes, else the weight itself: that one is somebody's parameter and costs nothing to keep, its codes would.
+    Saved are x's codes for grad_weight (or x, where that is in high precision), and the weight's codes if it
+    came as codes, else the weight itself: that one is somebody's parameter and costs nothing to keep, its
+    codes would.
     """
 
     @staticmethod
@@ -216,7 +249,8 @@ class _Product(torch.autograd.Function):
         ctx.plan, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = plan, x.shape, x.dtype, w.dtype
         ctx.observed = g_port is not None
         # A known scale spares the backward an amax; it is the right one only where the operand is the same.
-        if not (plan.weight_is_codes or shared(right(plan.recipe, "output"), right(plan.recipe, "grad_input"))):
+        same = shared(right(plan.recipe, "output"), right(plan.recipe, "grad_input"))
+        if not (plan.weight_is_codes or same):
             w_scale = None
         if shared(left(plan.recipe, "output"), right(plan.recipe, "grad_weight")):
             xt_data, xt_scale = x_data, x_scale
@@ -232,11 +266,12 @@ class _Product(torch.autograd.Function):
     def backward(ctx, g):
         static = (ctx.plan, ctx.x_shape, ctx.x_dtype, ctx.w_dtype, ctx.observed)
         grad_x, grad_w, g_amax = _Pullback.apply(*static, g, *ctx.saved_tensors)
-        return None, grad_x, None, None, None, None, grad_w, None, None, None, g_amax if ctx.observed else None
+        no_codes, g_amax = (None, None), g_amax if ctx.observed else None
+        return None, grad_x, *no_codes, *no_codes, grad_w, *no_codes, None, g_amax
 
 
 class _Pullback(torch.autograd.Function):
-    """The backward as a primitive of its own: torch.func runs backwards with create_graph, and would record it."""
+    """The backward as a primitive: torch.func runs backwards with create_graph, and would record it."""
 
     @staticmethod
     def forward(plan, x_shape, x_dtype, w_dtype, observed, g, x_saved, x_scale, w_saved, w_scale, g_scale):
@@ -267,7 +302,8 @@ class _Pullback(torch.autograd.Function):
         if to_weight is None:
             grad_w = (g.t() @ x_saved.flatten(0, -2)).to(w_dtype)
         else:
-            grad_w = _product(g_codes[-1].t(), Codes(x_saved, x_scale).t(), w_dtype, to_weight.fast_accumulation)
+            x_codes = Codes(x_saved, x_scale)
+            grad_w = _product(g_codes[-1].t(), x_codes.t(), w_dtype, to_weight.fast_accumulation)
         return grad_x.view(x_shape), grad_w, g_amax
 
     @staticmethod

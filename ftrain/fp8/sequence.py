@@ -1,6 +1,7 @@
 """What fp8 tensor parallelism moves along the sequence: codes as bytes, and one gradient back.
 
-A tensor here is a matrix of tokens, (B * S, C), whose sequence is split over a group: each rank holds (B * S/n, C).
+A tensor here is a matrix of tokens, (B * S, C), whose sequence is split over a group: each rank holds (B *
+S/n, C).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ftrain import collectives
 
 
 def gather(matrix: Tensor, lead: Sequence[int], group: ProcessGroup) -> Tensor:
-    """(B * S/n, C) of every rank to (B * S, C), the tokens of each sequence in their order. Not differentiable.
+    """(B * S/n, C) of every rank to (B * S, C), each sequence in its order. Not differentiable.
 
     lead: the leading shape (..., S/n) of this rank's tokens. fp8 travels as bytes.
     """
@@ -28,17 +29,20 @@ def gather(matrix: Tensor, lead: Sequence[int], group: ProcessGroup) -> Tensor:
     return got.view(matrix.dtype)
 
 
-def gather_codes(data: Tensor, scale: Tensor, lead: Sequence[int], group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Codes of all ranks, and their scale: one for each token is gathered too, any other is equal on all ranks."""
+def gather_codes(
+    data: Tensor, scale: Tensor, lead: Sequence[int], group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Codes of all ranks, and their scale: gathered if it is by token; any other is equal on all ranks."""
     by_token = scale.ndim == 2 and scale.shape[0] == data.shape[0] and scale.shape[1] == 1
     return gather(data, lead, group), gather(scale, lead, group) if by_token else scale
 
 
 def gathered_port(x: Tensor, group: ProcessGroup) -> Tensor:
-    """A port of the shape that x (..., S/n, C) has once gathered; its gradient is reduce-scattered back to x."""
+    """A port of the shape that x (..., S/n, C) has once gathered. Its gradient is reduce-scattered to x."""
     return _GatheredPort.apply(x, group)
 
 
+@torch.compiler.allow_in_graph
 class _GatheredPort(torch.autograd.Function):
     @staticmethod
     def forward(x, group):
