@@ -1,12 +1,203 @@
 """The `ftrain` command: parse, call ftrain, print. Nothing heavy is imported until a command runs."""
 
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
 import click
 
+EXAMPLES = """
+\b
+RECIPE is the path of a TOML file or the name of a shipped recipe, such as "debug".
+Exit codes: 0 fine, 1 the run failed, 2 the recipe or the usage is wrong.
+"""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXAMPLES)
 @click.version_option(package_name="ftrain")
 def main():
-    """Train Llama-family language models as pure functions, on one core or many GPUs, with fp8 where it pays."""
+    """Train Llama-family language models, on one core or many GPUs, with fp8 where it pays."""
+
+
+recipe_argument = click.argument("recipe")
+set_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="TABLE.KEY=VALUE",
+    help="Override a key of the recipe. Repeatable.",
+)
+nproc_option = click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    help="Start this many ranks on this machine. Default: torchrun's, or 1.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@main.command()
+@recipe_argument
+@set_option
+@nproc_option
+@click.option(
+    "--out", type=click.Path(file_okay=False), help="Folder for recipe, metrics, checkpoints and plot."
+)
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+def train(recipe, overrides, nproc, out, quiet):
+    """Train RECIPE.
+
+    \b
+    ftrain train debug --out runs/debug
+    ftrain train llama3-8b --nproc 8 --set train.steps=1000 --out runs/8b
+    torchrun --nproc-per-node 8 -m ftrain.cli train llama3-8b --out runs/8b
+    """
+    options = ["--out", out] * (out is not None) + ["--quiet"] * quiet
+    with speaking() as world:
+        if start_ranks(world, nproc, "train", recipe, overrides, options):
+            return
+        from ftrain import trainer
+
+        trainer.train(open_recipe("train", recipe, overrides, world), out=out, quiet=quiet, world=world)
+
+
+@main.command()
+@recipe_argument
+@set_option
+@nproc_option
+@click.option("--checkpoint", type=click.Path(), help="A checkpoint, or a run's folder: its newest one.")
+@json_option
+def validate(recipe, overrides, nproc, checkpoint, as_json):
+    """Evaluate a checkpoint on the held-out data of RECIPE.
+
+    \b
+    ftrain validate debug --checkpoint runs/debug
+    """
+    options = ["--checkpoint", checkpoint] * (checkpoint is not None) + ["--json"] * as_json
+    with speaking() as world:
+        if start_ranks(world, nproc, "validate", recipe, overrides, options):
+            return
+        from ftrain import trainer
+
+        opened = open_recipe("validate", recipe, overrides, world)
+        result = trainer.validate(opened, checkpoint=checkpoint, world=world)
+        if world.rank == 0:
+            click.echo(json.dumps(result) if as_json else validation_text(result))
+
+
+def validation_text(result: dict) -> str:
+    """What `validate` prints without --json."""
+    return (
+        f"held-out loss {result['loss']:.4f} nats per token, perplexity {result['perplexity']:.2f}, "
+        f"over {result['tokens']} tokens, after {result['step']} steps "
+        f"({result['checkpoint'] or 'initial values: no --checkpoint was given'})"
+    )
+
+
+def open_recipe(command: str, name: str, overrides: tuple[str, ...], world):
+    """The recipe, checked against the number of ranks there are. Raises RecipeError."""
+    from ftrain.launch import check_world
+    from ftrain.recipe import RecipeError, check, load_recipe
+
+    recipe = load_recipe(name, overrides)
+    words = [command, name, *(f"--set {override}" for override in overrides)]
+    if too_few := check_world(recipe.parallel, world, " ".join(words)):
+        raise RecipeError([too_few])
+    if problems := check(recipe, world.world_size):
+        raise RecipeError(problems)
+    return recipe
+
+
+def start_ranks(world, nproc: int | None, command: str, recipe: str, overrides, options: list[str]) -> bool:
+    """With --nproc of more than one: run the same command as that many ranks, and end as they do."""
+    if nproc is None or nproc == world.world_size:
+        return False
+    from ftrain.launch import LaunchError
+    from ftrain.spawn import spawn
+
+    if world.world_size > 1:
+        raise LaunchError(
+            f"--nproc {nproc}, but this is already rank {world.rank} of {world.world_size}, as RANK and "
+            "WORLD_SIZE say: use --nproc or torchrun, not both."
+        )
+    sets = [word for override in overrides for word in ("--set", override)]
+    code = spawn(
+        nproc, [sys.executable, "-m", "ftrain.cli", command, *sets, *options, "--", recipe], os.environ
+    )
+    if code:
+        sys.exit(code)
+    return True
+
+
+@contextlib.contextmanager
+def speaking():
+    """Yield this process's World, and turn what goes wrong inside into one message and an exit code.
+
+    What the user can mend is a sentence, from rank 0: the other ranks speak only if rank 0 has not ended them
+    by then. What went wrong in a run is said by the rank where it did, with a traceback unless the message is
+    ours.
+    """
+    from ftrain.launch import LOST_PEER, World, world_from_env
+
+    world = World()
+    try:
+        # Several ranks that --nproc starts are told by the environment who they are, as torchrun's are.
+        world = world_from_env(
+            {k: v for k, v in os.environ.items() if k != "MASTER_PORT" or "RANK" in os.environ}
+        )
+        yield world
+    except KeyboardInterrupt:
+        leave("stopped by SIGINT." if world.rank == 0 else None, 128 + signal.SIGINT)
+    except Exception as error:
+        who = f"rank {world.rank}: " if world.world_size > 1 else ""
+        if is_users_mistake(error):
+            if world.rank != 0:
+                time.sleep(10)
+            leave(f"{who if world.rank else ''}{error}", 2)
+        trainer = sys.modules.get("ftrain.trainer")
+        if trainer and isinstance(error, trainer.Stopped):
+            leave(str(error) if world.rank == 0 else None, 128 + error.signum)
+        if trainer and isinstance(error, trainer.RunFailed):
+            if error.__cause__ is not None and not error.lost_peer and not is_ours(error.__cause__):
+                traceback.print_exception(error.__cause__)
+            leave(f"{who}the run failed {error}", LOST_PEER if error.lost_peer else 1)
+        if not is_ours(error):
+            traceback.print_exception(error)
+        leave(f"{who}{type(error).__name__}: {error}", 1)
+
+
+def leave(message: str | None, code: int):
+    """End the process; at once where it is one of many: an orderly exit may wait for peers that are gone."""
+    if message:
+        click.echo(f"ftrain: {message}", err=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "torch" in sys.modules and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        os._exit(code)
+    sys.exit(code)
+
+
+def is_users_mistake(error: Exception) -> bool:
+    """Whether the message says what to change: a ValueError (such as RecipeError) that ftrain raised."""
+    return isinstance(error, ValueError) and is_ours(error)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether ftrain raised this error on purpose, and so with a sentence for its reader.
+
+    True for ftrain's own classes, and for a ValueError that comes from a `raise` in ftrain's own code.
+    """
+    if type(error).__module__.split(".")[0] == "ftrain":
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    if not isinstance(error, ValueError) or not frames:
+        return False
+    here = Path(sys.modules["ftrain"].__file__).parent
+    return Path(frames[-1].filename).is_relative_to(here) and frames[-1].line.startswith("raise ")
 
 
 if __name__ == "__main__":

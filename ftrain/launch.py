@@ -6,16 +6,15 @@ A plain start is one rank. torchrun, or anything that sets its environment varia
 
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 RENDEZVOUS_SECONDS = 45.0  # for all ranks to find each other
-COLLECTIVE_SECONDS = (
-    600.0  # for one collective: long, since a peer may be compiling. A peer that dies is seen sooner.
-)
+COLLECTIVE_SECONDS = 600.0  # for one collective: long, as a peer may be compiling. Deaths are seen sooner.
 
 _LOST = ("closed by peer", "reset by peer", "broken pipe", "pair closure", "timed out", "connection refused")
 _LOST += ("remote process exited", "aborted", "socket")
@@ -39,12 +38,13 @@ class World:
 
 
 def world_from_env(environ: Mapping[str, str]) -> World:
-    """The World that torchrun's variables describe; one rank where none of them is set.
+    """The World that torchrun's variables describe; one rank where none of them says who we are.
 
-    Raises LaunchError when some are missing, are not numbers, or do not fit each other.
+    MASTER_ADDR and MASTER_PORT alone, which some machines always set, do not. Raises LaunchError when some
+    are missing, are not numbers, or do not fit each other.
     """
     given = [name for name in VARIABLES if environ.get(name)]
-    if not given:
+    if not set(given) - {"MASTER_ADDR", "MASTER_PORT"}:
         return World()
     missing = [name for name in VARIABLES if name not in given]
     if missing:
@@ -120,10 +120,18 @@ def init_process_group(
     )
 
 
-def close_process_group() -> None:
-    """Leave the other ranks, if this process joined any."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+@contextmanager
+def process_group(world: World, device) -> Iterator[None]:
+    """`init_process_group` for the span of a `with`. A group that the caller has made is left alone."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield
+        return
+    init_process_group(world, device)
+    yield
+    # Not after an exception: leaving in good order may wait for a peer that is gone.
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -1,0 +1,44 @@
+"""SIGINT and SIGTERM as a question that the loop asks between two steps, with one answer on all ranks."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def stop_requests(world_size: int) -> Iterator[Callable[[], int]]:
+    """Within it the two signals do not end the process; what it yields gives the signal received, or 0.
+
+    The call is a collective: a signal to any one rank is the answer on all. A second signal does what it
+    would have done before. Outside the main thread, where Python delivers no signals, the answer is that of
+    the other ranks.
+    """
+    received = 0
+    before = {}
+
+    def restore() -> None:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+    def note(signum: int, _frame) -> None:
+        nonlocal received
+        received = signum
+        restore()
+
+    def asked() -> int:
+        if world_size == 1:
+            return received
+        answer = torch.tensor([received])
+        dist.all_reduce(answer, dist.ReduceOp.MAX)
+        return int(answer)
+
+    if threading.current_thread() is threading.main_thread():
+        before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        restore()

@@ -1,0 +1,272 @@
+"""The loop. It is the notebook's loop with files, a progress line and a way to stop:
+
+    for state, metrics in training_steps(run, run.init()):
+        ...
+
+This is the place for side effects: what is printed, written and saved by a run is decided here.
+"""
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ftrain import checkpoint, resume
+from ftrain.interrupt import stop_requests
+from ftrain.launch import World, is_lost_peer, process_group
+from ftrain.metrics import open_sinks, save_loss_plot, tracing
+from ftrain.progress import Progress, quantity
+from ftrain.recipe import Recipe, RecipeError, dump
+from ftrain.run import Run, default_device
+from ftrain.step import TrainState
+from ftrain.throughput import Clock
+
+SAMPLE_TOKENS = 200
+
+
+class RunFailed(RuntimeError):
+    """A run that failed in or after a step, which it names. `__cause__` has the error behind it, if any.
+
+    lost_peer: nothing was wrong here; another rank went away.
+    """
+
+    def __init__(self, message: str, *, lost_peer: bool = False):
+        self.lost_peer = lost_peer
+        super().__init__(message)
+
+
+class Stopped(RuntimeError):
+    """A run that ended early, in good order, since it was asked to by the signal `signum`."""
+
+    def __init__(self, signum: int, message: str):
+        self.signum = signum
+        super().__init__(message)
+
+
+def train(
+    recipe: Recipe, *, out: Path | str | None = None, quiet: bool = False, world: World | None = None
+) -> dict[str, Any]:
+    """Train a recipe to its end. Every rank calls it; rank 0 prints and writes.
+
+    out: the folder for recipe.toml, metrics.jsonl, checkpoints/ and loss.png; None writes nothing.
+    Returns step, tokens, loss and validation_loss (nats per token), perplexity, and sample (text, or None).
+    Raises RecipeError or another ValueError for what cannot run, before the first step; RunFailed for a step
+    that failed; Stopped after a SIGINT or SIGTERM, when the state has been saved.
+    """
+    world, out = world or World(), Path(out) if out is not None else None
+    progress = Progress(recipe.train.steps, quiet=quiet or world.rank != 0)
+    with process_group(world, default_device(world)), contextlib.closing(progress):
+        run = Run(recipe, world=world)
+        _ = run.data  # opened now: a mistake in it is found before any memory is taken
+        announce(run, progress.say)
+        start = resume.find(recipe, out, progress.say)
+        if out and world.rank == 0:
+            write_recipe(recipe, out)
+        state, tokens = run.init(), 0
+        if start:
+            state, meta = resume.restore(run, start, state, progress.say)
+            tokens = meta["tokens"]
+        if state.step >= recipe.train.steps:
+            progress.say(f"nothing to train: {state.step} of train.steps={recipe.train.steps} steps are done")
+        state, record = _loop(run, state, tokens, out, progress)
+        summary = {"step": state.step, "tokens": tokens, "loss": None} | record
+        if "validation_loss" not in summary:
+            summary["validation_loss"] = held_out_loss(run, state)
+        return _finish(run, state, summary, progress, out)
+
+
+def validate(
+    recipe: Recipe, *, checkpoint: Path | str | None = None, world: World | None = None
+) -> dict[str, Any]:
+    """A checkpoint's held-out loss (nats per token), perplexity, tokens, step and checkpoint. Collective.
+
+    checkpoint: its folder, or that of a run, whose newest counts; None takes the recipe's initial values.
+    """
+    world = world or World()
+    with process_group(world, default_device(world)):
+        run = Run(recipe, world=world)
+        path = resume.find_checkpoint(checkpoint, f"--checkpoint {checkpoint}") if checkpoint else None
+        state = resume.restore_params(run, path)[0] if path else run.init()
+        total, tokens = run.evaluate(state)
+        loss = total / tokens if tokens else math.nan
+        return {
+            "loss": loss,
+            "perplexity": perplexity(loss),
+            "tokens": tokens,
+            "step": state.step,
+            "checkpoint": str(path) if path else None,
+        }
+
+
+def training_steps(
+    run: Run, state: TrainState, steps: int | None = None
+) -> Iterator[tuple[TrainState, dict]]:
+    """(state, metrics) after each step, from where `state` is up to `steps` (None: the recipe's).
+
+    With a donating step the state of one iteration is used up by the next. metrics: see step.make_train_step.
+    """
+    while state.step < (run.recipe.train.steps if steps is None else steps):
+        state, metrics = run.step(state, run.batch(state.step))
+        yield state, metrics
+
+
+def _loop(
+    run: Run, state: TrainState, tokens: int, out: Path | None, progress: Progress
+) -> tuple[TrainState, dict[str, Any]]:
+    """All steps, with what happens between them. Returns the last state and the last step's record."""
+    recipe, clock, record = run.recipe, Clock(run, tokens), {}
+    # A step's numbers are read while the next one runs: asking at once would leave a GPU idle. A CPU is not.
+    lag = 1 if run.device.type == "cuda" else 0
+    waiting: deque[tuple[int, dict]] = deque()
+    step, doing = state.step, f"in step {state.step + 1}"
+    try:
+        with contextlib.ExitStack() as opened:
+            writes = run.world.rank == 0
+            sinks = open_sinks(recipe, out, step) if writes else []
+            for sink in sinks:
+                opened.callback(sink.close)
+            save = opened.enter_context(saver(run, out))
+            asked_to_stop = opened.enter_context(stop_requests(run.world.world_size))
+            tick = opened.enter_context(tracing(recipe.metrics.profile_steps, out if writes else None, step))
+            for state, metrics in training_steps(run, state):  # noqa: B020
+                step, doing = state.step, f"after step {state.step}"
+                waiting.append((step, metrics))
+                signum, ends = asked_to_stop(), step == recipe.train.steps
+                validates = not signum and (ends or due(step, recipe.validation.every))
+                saves = signum or ends or due(step, recipe.checkpoint.every)
+                while len(waiting) > (0 if validates or saves else lag):
+                    record = clock.read(*waiting.popleft())
+                    _check_finite(recipe, record)
+                    if validates and not waiting:
+                        record["validation_loss"] = held_out_loss(run, state)
+                    for sink in sinks:
+                        sink.write(record)
+                    progress.update(record, clock.seconds_left(record["step"]))
+                if validates:
+                    progress.say(f"step {step}: held-out loss {record['validation_loss']:.4f} nats per token")
+                if saves:
+                    save(state, record["tokens"])
+                if signum:
+                    what = "the checkpoint is saved" if out else "nothing is saved without --out"
+                    raise Stopped(signum, f"stopped after step {step}, as asked; {what}.")
+                if validates or saves:
+                    clock.restart()
+                tick()
+                doing = f"in step {step + 1}"
+    except (RecipeError, Stopped, RunFailed):
+        raise
+    except Exception as error:
+        if is_lost_peer(error):
+            raise RunFailed(f"{doing}: another rank was lost", lost_peer=True) from error
+        raise RunFailed(f"{doing}: {type(error).__name__}: {error}") from error
+    return state, record
+
+
+def _finish(run, state, summary, progress, out) -> dict[str, Any]:
+    """The last words: the held-out loss, a sample, the picture."""
+    loss = summary["validation_loss"]
+    summary["perplexity"] = perplexity(loss)
+    progress.say(
+        f"held-out loss {loss:.4f} nats per token, perplexity {summary['perplexity']:.2f}, "
+        f"after {state.step} steps and {quantity(summary['tokens'])} tokens"
+    )
+    summary["sample"] = sample(run, state)
+    if summary["sample"] is not None:
+        progress.say(f"a sample:\n{summary['sample']}")
+    if out and run.world.rank == 0:
+        try:
+            save_loss_plot(out / "metrics.jsonl", out / "loss.png")
+        except ImportError:
+            progress.say("no loss.png: it needs matplotlib, which `pip install matplotlib` brings")
+        progress.say(f"all of it is in {out}")
+    return summary
+
+
+def held_out_loss(run: Run, state: TrainState) -> float:
+    """Nats per token on the held-out text. Collective."""
+    total, tokens = run.evaluate(state)
+    return total / tokens if tokens else math.nan
+
+
+def perplexity(loss: float) -> float:
+    """exp of a loss in nats per token; infinite rather than an overflow."""
+    return math.exp(loss) if not loss > 700 else math.inf
+
+
+def sample(run: Run, state: TrainState) -> str | None:
+    """Text that the model writes from the start of a document; None where tokens are not text. Collective."""
+    if run.recipe.data.source == "synthetic":
+        return None
+    tokenizer = run.data.tokenizer
+    ids = run.generate(state, [tokenizer.bos], SAMPLE_TOKENS, temperature=0.8, seed=run.recipe.train.seed)
+    return tokenizer.decode(ids)
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something done every so many steps is done after this one; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def announce(run: Run, say: Callable[[str], None]) -> None:
+    """What is about to run, and what this machine changed about it."""
+    recipe, n = run.recipe, run.world.world_size
+    batch = f"{recipe.data.global_batch_size} x {recipe.data.seq_len}"
+    where = f"{n} rank{'s' if n > 1 else ''} on {run.device.type}"
+    say(f"{quantity(run.n_params)} parameters, {recipe.train.steps} steps of {batch} tokens, {where}")
+    for note in run.notes:
+        say(note)
+
+
+def write_recipe(recipe: Recipe, out: Path) -> None:
+    """DIR/recipe.toml, every key written: `ftrain train DIR/recipe.toml` runs it again."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "recipe.toml").write_text(dump(recipe))
+    except OSError as error:
+        raise RecipeError([f"--out {out}: cannot be written to ({error.strerror})."]) from error
+
+
+@contextlib.contextmanager
+def saver(run: Run, out: Path | None) -> Iterator[Callable[[TrainState, int], None]]:
+    """`save(state, tokens)`, which writes out/checkpoints/step-...; nothing where `out` is None. Collective.
+
+    With checkpoint.async_save a save goes on while training does, and is waited for before the next one and
+    at the end: an error in it is raised there.
+    """
+    options, pending, group = run.recipe.checkpoint, None, None
+    if options.async_save and run.world.world_size > 1:
+        group = dist.new_group(backend="gloo")
+
+    def save(state: TrainState, tokens: int) -> None:
+        nonlocal pending
+        if out is None:
+            return
+        meta = {"recipe": dump(run.recipe), "tokens": tokens}
+        arguments = {"step": state.step, "meta": meta, "keep": options.keep}
+        if options.async_save:
+            if pending is not None:
+                pending.wait()
+            pending = checkpoint.save_async(out / "checkpoints", state, **arguments, group=group)
+        else:
+            checkpoint.save(out / "checkpoints", state, **arguments)
+
+    try:
+        yield save
+    finally:
+        if pending is not None:
+            pending.wait()
+
+
+def _check_finite(recipe: Recipe, record: dict[str, Any]) -> None:
+    """End a run whose numbers are no longer numbers, unless such steps are skipped. Equal on all ranks."""
+    bad = [name for name in ("loss", "grad_norm") if not math.isfinite(record[name])]
+    if bad and recipe.train.on_nonfinite == "stop":
+        what = " and ".join(f"{name} is {record[name]}" for name in bad)
+        raise RunFailed(
+            f"in step {record['step']}: {what}. Lower optimizer.lr or set optimizer.clip_norm; "
+            'train.on_nonfinite="skip" leaves such steps out.',
+        )
