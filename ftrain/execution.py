@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ftrain import fp8
+from ftrain.collectives import all_reduce_max
 from ftrain.fsdp import Gather, make_gather
 from ftrain.linear import Linear, make_linear
 from ftrain.sharding import COMPUTE_RULES, STORED_RULES, Mesh, Rule, plan
@@ -98,6 +99,23 @@ class Execution:
             fp8=self.fp8.wire if products else lambda path: (None, False),
             cast=self._cast,
         )
+
+    def post(self, abstract: Any) -> tuple[Callable, ...]:
+        """The transforms that run wherever parameters are made (fp8.make_post); none where nothing is kept."""
+        world, plan = self.mesh.world, self.fp8
+        operand = fp8.wire_operand(plan.recipe)
+        transform = fp8.make_post(
+            plan.recipe,
+            abstract,
+            plan.runs,
+            precompute=plan.precompute_scales,
+            cache=plan.cache_shards,
+            codes_travel=plan.all_gather and operand is not None,
+            wire_dtype=self.wire_dtype or self.compute_dtype,
+            all_reduce_max=None if world is None else lambda x: all_reduce_max(x, world),
+            cast=self._cast,
+        )
+        return () if transform is None else (transform,)
 
     @cached_property
     def linear(self) -> Linear:

@@ -70,7 +70,7 @@ class Run:
         self.plans = self.execution.plans(self.abstract)
         self.model = self.family.make_model(self.cfg, self.execution)
         self.optimizer = make_optimizer(recipe, make_global_norm(self.mesh, self.plans))
-        self.post = ()
+        self.post = self.execution.post(self.abstract)
         self.step = make_train_step(
             self.model.loss,
             self.optimizer,
@@ -116,9 +116,9 @@ class Run:
 
     def generate(self, state: TrainState, prompt: list[int], n: int, temperature: float = 0.0, seed: int = 0) -> list[int]:
         """`n` token ids that follow `prompt`. All ranks must call."""
-        params, fp8 = to_local(state.params), state.fp8_state
+        params, weights = to_local(state.params), state.fp8_state and state.fp8_state.weights
         return generate(
-            lambda tokens: self._eager_model.logits(params, tokens, fp8=fp8),
+            lambda tokens: self._eager_model.logits(params, tokens, fp8=weights),
             prompt,
             n,
             seq_len=self.recipe.data.seq_len,

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.func import grad_and_value
 
 from ftrain import optim, tree
 from ftrain.sharding import Mesh, Plan, like, to_local
-from ftrain.transforms import accumulate
+from ftrain.transforms import accumulate, add, grad_and_value, maximum
 
 Tree = Any
 
@@ -68,16 +67,27 @@ def make_train_step(
 
     def step(state: TrainState, batch: dict) -> tuple[TrainState, dict]:
         params = to_local(state.params)
-        kwargs = {} if state.fp8_state is None else {"fp8": state.fp8_state}
-        grad_fn = grad_and_value(lambda params, micro: loss(params, micro, **kwargs), has_aux=True)
-        grads, values = accumulate(lambda micro: grad_fn(params, micro), split(batch, micro_batches))
+        # fp8 histories learn what a step saw through ports, inputs whose cotangent is an amax (fp8/linear.py).
+        weights = state.fp8_state and state.fp8_state.weights
+        ports, known = tree.partition(lambda path, _: path.endswith(".port"), weights)
+
+        def value(inputs, micro):
+            params, ports = inputs
+            return loss(params, micro) if weights is None else loss(params, micro, fp8=tree.combine(ports, known))
+
+        (grads, observed), values = accumulate(
+            lambda micro: grad_and_value(value)((params, ports), micro),
+            split(batch, micro_batches),
+            lambda total, new: (add(total[0], new[0]), maximum(total[1], new[1])),
+        )
         total, count = _over_ranks(values, mesh)
         if mesh.shape.tensor > 1:
             grads = sum_over_tensor(grads, plans, mesh)
         params, opt_state, stats = optim.step(
             optimizer, grads, to_local(state.opt_state), params, scale=1.0 / count, donate=donate
         )
-        new = TrainState(state.step + 1, like(params, state.params), like(opt_state, state.opt_state), state.fp8_state)
+        fp8_state = state.fp8_state and state.fp8_state._replace(observed=observed if tree.leaves(ports) else None)
+        new = TrainState(state.step + 1, like(params, state.params), like(opt_state, state.opt_state), fp8_state)
         metrics = {"loss": total / count, "grad_norm": stats["grad_norm"], "lr": stats["lr"], "tokens": count}
         return apply_post(new, post), metrics
 
@@ -89,7 +99,7 @@ def make_eval_step(loss: Callable, *, mesh: Mesh | None = None) -> Callable[[Tra
     mesh = mesh or Mesh()
 
     def evaluate(state: TrainState, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        kwargs = {} if state.fp8_state is None else {"fp8": state.fp8_state}
+        kwargs = {} if state.fp8_state is None else {"fp8": state.fp8_state.weights}
         with torch.no_grad():
             return _over_ranks([loss(to_local(state.params), batch, **kwargs)], mesh, torch.float64)
 

@@ -123,20 +123,54 @@ def _saved_tensors_hooks_allowed():
         torch._C._autograd._saved_tensors_hooks_disable(message)
 
 
+# --- gradients --------------------------------------------------------------------------------------------------
+
+
+def grad_and_value(fn: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[..., tuple[Tree, tuple[torch.Tensor, Any]]]:
+    """`fn(tree, *args) -> (scalar, aux)` to `(tree, *args) -> (gradient tree, (scalar, aux))`, by torch.func.
+
+    The tree is flattened by optree first: torch's own pytree keeps the order in which a dict was built, and takes
+    None for a leaf.
+    """
+
+    def of(params: Tree, *args: Any) -> tuple[Tree, tuple[torch.Tensor, Any]]:
+        leaves, treedef = tree.flatten(params)
+
+        def flat(leaves: tuple, *args: Any) -> tuple[torch.Tensor, Any]:
+            return fn(tree.unflatten(treedef, list(leaves)), *args)
+
+        grads, value = torch.func.grad_and_value(flat, has_aux=True)(tuple(leaves), *args)
+        return tree.unflatten(treedef, list(grads)), value
+
+    return of
+
+
 # --- accumulate -------------------------------------------------------------------------------------------------
 
 
-def accumulate(grad_fn: Callable[[Any], tuple[Tree, tuple]], batches: Iterable[Any]) -> tuple[Tree, list[tuple]]:
-    """Sum `grad_fn(batch) -> (grads, value)` over micro-batches: the summed gradients and the list of values.
+def accumulate(
+    grad_fn: Callable[[Any], tuple[Tree, Any]], batches: Iterable[Any], combine: Callable[[Tree, Tree], Tree]
+) -> tuple[Tree, list]:
+    """`grad_fn(batch) -> (grads, value)` over micro-batches: the gradients combined, and the list of values.
 
-    Losses are sums over tokens, so summing gradients weights every token alike however tokens fall in the batches.
+    Where losses are sums over tokens, `add` as `combine` weights every token alike, however tokens fall in batches.
     """
     total, values = None, []
     for batch in batches:
         grads, value = grad_fn(batch)
         values.append(value)
-        total = grads if total is None else tree.map(lambda a, b: a.add_(b), total, grads)
+        total = grads if total is None else combine(total, grads)
     return total, values
+
+
+def add(total: Tree, grads: Tree) -> Tree:
+    """total + grads, in total's buffers."""
+    return tree.map(lambda a, b: a.add_(b), total, grads)
+
+
+def maximum(total: Tree, values: Tree) -> Tree:
+    """The larger of each pair; NaN stays NaN."""
+    return tree.map(torch.maximum, total, values)
 
 
 # --- jit --------------------------------------------------------------------------------------------------------

@@ -59,7 +59,10 @@ class Pool:
             if not pipe.poll(5 if failures else TIMEOUT):  # a failed rank's peers may wait for it for ever
                 failures.append(f"rank {rank} did not answer")
                 continue
-            fine, value = pipe.recv()
+            try:
+                fine, value = pipe.recv()
+            except EOFError:
+                fine, value = False, "the process ended; its error is in the test's output"
             (results if fine else failures).append(value if fine else f"rank {rank}:\n{value}")
         if failures:
             self.close()

@@ -7,6 +7,7 @@
                    tensor-parallel forms               precompute.py all weights' scales, one all-reduce
     state.py       what is known of a weight, and      delayed.py    scales from earlier steps' amaxes
                    where a linear layer meets it       measure.py    what a cast loses
+    post.py        what runs after the optimizer
 """
 
 from .check import check
@@ -14,6 +15,7 @@ from .formats import E4M3, E5M2, FORMATS, MAX, Scaled, amax, cast, dequantise, s
 from .linear import History, column, row, scaled_weight
 from .matmul import scaled_mm
 from .parse import parse
+from .post import Fp8State, make_post
 from .recipes import NONE, RECIPES, Operand, Product, Recipe, describe, uses_history, wire_operand
 from .state import Fp8Weight, WeightState
 
@@ -21,6 +23,7 @@ __all__ = [
     "E4M3",
     "E5M2",
     "FORMATS",
+    "Fp8State",
     "Fp8Weight",
     "History",
     "MAX",
@@ -37,6 +40,7 @@ __all__ = [
     "column",
     "dequantise",
     "describe",
+    "make_post",
     "parse",
     "row",
     "scale_from_amax",
