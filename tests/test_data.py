@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ftrain.data import DataError, open_data, packing, shuffle
+from ftrain.data import DataError, batches, open_data, packing, shuffle
 
 E = 256  # the byte tokenizer's end of document
 
@@ -20,12 +20,23 @@ def opened(source, *, vocab_size=272, seed=0, **changed):
     return open_data(settings(source, **changed), vocab_size=vocab_size, seed=seed)
 
 
+def opened_list(sources, **changed):
+    data = settings("", **changed)
+    data.source = sources
+    return open_data(data, vocab_size=272, seed=0)
+
+
 def text_of(tmp_path, n_tokens, name="a.txt"):
     """A file that makes exactly n_tokens tokens: its bytes and two boundaries, all different from their
     neighbours."""
     path = tmp_path / name
     path.write_text("".join(chr(97 + (i * 7 + i // 26) % 26) for i in range(n_tokens - 2)))
     return path
+
+
+def tokens_of(side):
+    (stream,) = side.windows.streams
+    return stream.read(0, stream.n_tokens)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 24, 64, 1000, 4097])
@@ -41,7 +52,7 @@ def test_permute_is_computed_pointwise():
 
 
 def test_permute_puts_everything_everywhere_equally_often():
-    n, draws = 5, 4000
+    n, draws = 5, 1000
     seen = np.zeros((n, n))
     for epoch in range(draws):
         seen[np.arange(n), shuffle.permute(np.arange(n), n, shuffle.key(0, epoch))] += 1
@@ -61,7 +72,7 @@ def test_every_token_is_a_target_once_an_epoch(tmp_path, n_tokens):
     data = opened(text_of(tmp_path, n_tokens), global_batch_size=1)
     n = data.train.n_windows
     assert n == -(-(n_tokens - 1) // 16) and data.train.n_tokens == n_tokens
-    stream = data.train.stream.read(0, n_tokens)
+    stream = tokens_of(data.train)
     for epoch in range(2):
         steps = range(epoch * n, (epoch + 1) * n)
         ids = [data.train.ids(step)[0] for step in steps]
@@ -135,7 +146,7 @@ def test_the_split_of_files_does_not_matter(tmp_path):
 def test_documents_lie_between_boundaries(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "ab"}\n{"text": "   "}\n')
     data = opened(tmp_path / "a.jsonl", seq_len=4)
-    assert data.train.stream.read(0, data.train.n_tokens).tolist() == [E, 97, 98, E, E, 32, 32, 32, E]
+    assert tokens_of(data.train).tolist() == [E, 97, 98, E, E, 32, 32, 32, E]
 
 
 def test_one_token_short_of_a_window_is_an_error_and_a_whole_one_is_not(tmp_path):
@@ -154,9 +165,8 @@ def test_the_model_must_know_every_id(tmp_path):
     with pytest.raises(DataError, match="257 ids.* 64"):
         opened(text_of(tmp_path, 40), vocab_size=64)
     data = opened(text_of(tmp_path, 40))
-    bad = data.train.__class__(data.train.stream, 16, 4, 0, 100)
-    with pytest.raises(DataError, match="window .* id .* vocabulary of 100"):
-        bad.batch(0)
+    with pytest.raises(DataError, match="token 0 of window 0 has id 256.* vocabulary of 100"):
+        data.train.windows._replace(vocab_size=100).read([0])
 
 
 def test_ids_above_65535_are_kept():
@@ -170,7 +180,7 @@ def test_held_out_documents_and_training_documents_make_the_corpus(tmp_path):
     data = opened(tmp_path / "a.jsonl", held_out=0.2)
     sides = []
     for side in (data.train, data.validation):
-        text = bytes(t % 256 for t in side.stream.read(0, side.n_tokens)).decode()
+        text = bytes(t % 256 for t in tokens_of(side)).decode()
         sides.append({piece for piece in text.split("\0") if piece})
     assert not sides[0] & sides[1]
     assert sides[0] | sides[1] == {f"document {i:03d}" for i in range(200)}
@@ -178,7 +188,7 @@ def test_held_out_documents_and_training_documents_make_the_corpus(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(lines + ['{"text": "one more"}\n']))
     grown = opened(tmp_path / "a.jsonl", held_out=0.2, seed=9).validation
     n = data.validation.n_tokens
-    assert grown.stream.read(0, n).tolist() == data.validation.stream.read(0, n).tolist()
+    assert tokens_of(grown)[:n].tolist() == tokens_of(data.validation).tolist()
 
 
 def test_one_document_gives_its_last_windows_as_held_out(tmp_path):
@@ -193,7 +203,7 @@ def test_validation_covers_the_held_out_tokens_whatever_the_batch(tmp_path, size
     n = validation.n_windows
     targets = [validation.batch(start, start + size)["targets"] for start in range(0, n, size)]
     targets = torch.cat(targets).flatten()
-    held_out = validation.stream.read(1, validation.n_tokens)
+    held_out = tokens_of(validation)[1:]
     assert targets[targets != packing.IGNORE].tolist() == held_out.tolist()
 
 
@@ -210,4 +220,62 @@ def test_synthetic_tokens_are_seeded_and_cover_the_vocabulary():
 def test_the_standard_library_is_real_text_in_a_fixed_order():
     data = opened("stdlib", held_out=0.05)
     assert data.train.n_tokens > 5_000_000 and data.validation.n_tokens > 100_000
-    assert "import" in data.tokenizer.decode(data.validation.stream.read(0, 20_000))
+    assert "import" in data.tokenizer.decode(tokens_of(data.validation)[:20_000])
+
+
+def test_weighted_sources_are_drawn_by_their_weights_and_each_keeps_its_epochs(tmp_path):
+    text_of(tmp_path, 10 * 16 + 1, "a.txt")
+    text_of(tmp_path, 40 * 16 + 1, "b.txt")
+    source = (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
+    train = opened_list(source, weights=(3, 1)).train
+    order = sum((train.ids(step) for step in range(512)), [])  # two blocks of 1024
+    from_a = [window for window in order if window < 10]
+    from_b = [window for window in order if window >= 10]
+    assert len(from_a) == 1536 and len(from_b) == 512
+    for windows, n in ((from_a, 10), (from_b, 40)):
+        for epoch in range(len(windows) // n):
+            assert len(set(windows[epoch * n : (epoch + 1) * n])) == n
+    assert torch.equal(train.batch(300, slice(1, 3))["tokens"], train.batch(300)["tokens"][1:3])
+
+
+@pytest.mark.parametrize("weights", [(1,), (1, 1), (0.7, 0.2, 0.1), (1, 1e-9), (1e9, 1, 1)])
+def test_shares_are_whole_and_near_the_weights(weights):
+    counts = batches.shares(weights)
+    assert sum(counts) == batches.BLOCK and min(counts) >= 1
+    for count, weight in zip(counts, weights, strict=True):
+        assert abs(count - batches.BLOCK * weight / sum(weights)) <= len(weights)
+
+
+@pytest.mark.parametrize(
+    "weights, said", [((1,), "1 numbers for 2 sources"), ((1, 0), "above 0"), ((1, float("nan")), "above 0")]
+)
+def test_wrong_weights_are_an_error(tmp_path, weights, said):
+    source = tuple(str(text_of(tmp_path, 40, name)) for name in ("a.txt", "b.txt"))
+    with pytest.raises(DataError, match=said):
+        opened_list(source, weights=weights)
+
+
+def test_a_list_without_weights_is_one_corpus_and_holds_each_file_once(tmp_path):
+    names = [str(text_of(tmp_path, 40, name)) for name in ("a.txt", "b.txt")]
+    both = opened_list((names[0], str(tmp_path / "*.txt"))).train
+    assert tokens_of(both).tolist() == tokens_of(opened(tmp_path / "*.txt").train).tolist()
+    with pytest.raises(DataError, match="in two weighted sources"):
+        opened_list((names[0], str(tmp_path / "*.txt")), weights=(1, 1))
+
+
+def test_segments_number_the_documents_of_a_window(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "c"}\n{"text": "defgh"}\n')
+    data = opened(tmp_path / "a.jsonl", seq_len=4, document_mask=True, global_batch_size=4)
+    batch = data.train.windows.read(range(4))
+    tokens, segments = batch["tokens"].tolist(), batch["segments"].tolist()
+    # E a b E | E c E E | d e f g | h . . .
+    assert tokens == [[E, 97, 98, E], [E, 99, E, E], [100, 101, 102, 103], [104, 0, 0, 0]]
+    assert [[s - row[0] for s in row] for row in segments] == [[0] * 4, [0, 0, 0, 1], [0] * 4, [0, 1, 1, 1]]
+    whole = data.train.batch(0)["segments"]
+    assert whole.dtype == torch.int64 and torch.equal(data.train.batch(0, slice(2, 4))["segments"], whole[2:])
+    assert "segments" not in opened(tmp_path / "a.jsonl", seq_len=4).train.batch(0)
+
+
+def test_segments_where_bos_and_eos_differ():
+    tokens = np.array([9, 1, 5, 5, 2, 1, 6, 2, 1, 7])
+    assert packing.segments(tokens, 1, 2).tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2]

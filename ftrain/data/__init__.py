@@ -1,22 +1,32 @@
-"""Documents -> tokens -> batches, all a function of (seed, step)."""
+"""Documents -> tokens -> batches, all a function of (seed, step).
 
-from collections.abc import Iterator
+sources (which files) -> documents -> tokenising, through cache -> packing (windows) -> batches.
+"""
+
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from . import packing
+from . import bpe, cache, packing
 from .batches import Train, Validation
-from .documents import Document, is_held_out, read_documents
 from .errors import DataError
-from .sources import SYNTHETIC, find_files
-from .tokenizers import Tokenizer, byte_tokenizer, check_vocabulary, open_tokenizer
+from .sources import SYNTHETIC, Unit, cut_into_units, find_files
+from .tokenising import Progress, Rules, tokenise
+from .tokenizers import (
+    BYTES,
+    Tokenizer,
+    TokenizerSpec,
+    byte_tokenizer,
+    check_vocabulary,
+    open_tokenizer,
+)
 
-__all__ = ["Data", "DataError", "Document", "Tokenizer", "Train", "Validation", "open_data"]
+__all__ = ["Data", "DataError", "Tokenizer", "Train", "Validation", "open_data"]
 
 SYNTHETIC_TOKENS = 2**40  # nothing is stored, so there may as well be enough never to repeat
 SYNTHETIC_HELD_OUT = 2**20
+# Bytes of less than this are read again by each run and rank, in a second, and kept nowhere.
+SMALL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -28,56 +38,115 @@ class Data:
     validation: Validation
 
 
-def open_data(data: Any, *, vocab_size: int, seed: int) -> Data:
-    """Open the corpus that a recipe's [data] table names, for a model of `vocab_size` ids.
+def open_data(data: Any, *, vocab_size: int, seed: int, progress: Progress | None = None) -> Data:
+    """Open the corpus of a recipe's [data] table for a model of `vocab_size` ids.
 
-    Raises DataError (a ValueError): no such file, a record that cannot be read (file and line), fewer tokens
-    than one window, or a tokenizer with more ids than the model."""
+    Tokenises what the cache does not have, in parallel; progress is called with the bytes of text done and to
+    do. Raises DataError (a ValueError): no such file, a record that cannot be read (file and line), fewer
+    tokens than one window, or a tokenizer with more ids than the model."""
+    weights = _weights(data)
     if data.source == SYNTHETIC:
         tokenizer = byte_tokenizer()
-        train = packing.Random(seed, vocab_size, SYNTHETIC_TOKENS)
-        held = packing.Random(seed + 1, vocab_size, SYNTHETIC_HELD_OUT)
+        streams = [packing.Random(seed, vocab_size, SYNTHETIC_TOKENS)]
+        held = [packing.Random(seed + 1, vocab_size, SYNTHETIC_HELD_OUT)]
     else:
-        tokenizer = open_tokenizer(data.tokenizer)
-        check_vocabulary(tokenizer, vocab_size)
-        train, held = _tokenise(data, tokenizer)
+        groups = [cut_into_units(files) for files in _groups(data, bool(weights))]
+        tokenizer, streams, held = _tokenised(data, groups, vocab_size, progress)
     need = data.seq_len + 1
-    if train.n_tokens < need:
-        raise DataError(
-            f"data.source = {data.source!r}: {train.n_tokens} tokens, need {need} for one window of "
-            f"data.seq_len = {data.seq_len}"
-        )
+    for stream, source in zip(streams, _sources(data) if weights else [data.source], strict=True):
+        if stream.n_tokens < need:
+            raise DataError(
+                f"data.source = {source!r}: {stream.n_tokens} tokens, need {need} for one window of "
+                f"data.seq_len = {data.seq_len}"
+            )
+    boundary = (tokenizer.bos, tokenizer.eos) if getattr(data, "document_mask", False) else None
+    windows = packing.Windows(tuple(streams), data.seq_len, vocab_size, boundary)
     return Data(
         tokenizer,
-        Train(train, data.seq_len, data.global_batch_size, seed, vocab_size),
-        Validation(held, data.seq_len, vocab_size),
+        Train(windows, weights, data.global_batch_size, seed),
+        Validation(windows._replace(streams=tuple(held))),
     )
 
 
-def _tokenise(data: Any, tokenizer: Tokenizer) -> tuple[packing.Stream, packing.Stream]:
-    share = getattr(data, "held_out", 0.05)
-    train: list[np.ndarray] = []
-    held: list[np.ndarray] = []
-    for document in _documents(data):
-        body = tokenizer.encode_batch([document.text])[0]
-        ids = np.empty(len(body) + 2, tokenizer.dtype)
-        ids[0], ids[1:-1], ids[-1] = tokenizer.bos, body, tokenizer.eos
-        (held if is_held_out(document.key, share) else train).append(ids)
-    if not train:  # a handful of documents, all of them held out by chance: nothing is learnt from none
-        train, held = held, []
-    return split_tail(packing.parts(train), packing.parts(held), share, data.seq_len)
+def _tokenised(data: Any, groups: list[list[Unit]], vocab_size: int, progress: Progress | None) -> tuple:
+    """(tokenizer, training streams, held-out streams), a stream a group."""
+    share, field = getattr(data, "held_out", 0.05), getattr(data, "text_field", "text")
+    units = [unit for group in groups for unit in group]
+    folder = _folder(data, units)
+    spec = TokenizerSpec(data.tokenizer, getattr(data, "bos", None), getattr(data, "eos", None))
+    if data.tokenizer.startswith(bpe.PREFIX):
+        spec = _trained(data.tokenizer, units, field, share, folder)
+    tokenizer = open_tokenizer(spec)
+    check_vocabulary(tokenizer, vocab_size)
+    parts = tokenise(units, Rules(spec, field, share), tokenizer, folder, progress=progress)
+    streams, held = [], []
+    for group in groups:
+        mine, parts = parts[: len(group)], parts[len(group) :]
+        train = packing.parts([array for part in mine for array in part.train])
+        kept = packing.parts([array for part in mine for array in part.held])
+        if not train.n_tokens:  # a handful of documents, all held out by chance: nothing is learnt from none
+            train, kept = kept, train
+        train, kept = packing.split_tail(train, kept, share, data.seq_len)
+        streams.append(train)
+        held.append(kept)
+    return tokenizer, streams, held
 
 
-def split_tail(train, held, share: float, seq_len: int):
-    """Where no document is held out: the last `share` of the windows, if that is at least one."""
-    tail = int(share * packing.n_windows(train, seq_len))
-    if held.n_tokens >= 2 or tail == 0:
-        return train, held
-    cut = (packing.n_windows(train, seq_len) - tail) * seq_len + 1
-    return packing.Span(train, 0, cut), packing.Span(train, cut, train.n_tokens - cut)
+def _trained(name: str, units: list[Unit], field: str, share: float, folder: Path | None) -> TokenizerSpec:
+    """The spec of the byte-pair tokenizer that `name` asks for, trained now if the cache does not have it."""
+    size = bpe.bpe_size(name)
+    assert folder is not None, "a trained tokenizer is kept"
+    path = cache.tokenizer_path(folder, units, (bpe.VERSION, size, field, share))
+    if not path.exists():
+        with cache.locked(folder, path.name):
+            if not path.exists():
+                text = bpe.train_bpe(units, size, field, share)
+                with cache.writing(path) as temporary:
+                    temporary.write_text(text, encoding="utf-8")
+    return TokenizerSpec(str(path), bpe.END, bpe.END)
 
 
-def _documents(data: Any) -> Iterator[Document]:
-    sources = (data.source,) if isinstance(data.source, str) else data.source
-    for file in (file for source in sources for file in find_files(source)):
-        yield from read_documents(file, getattr(data, "text_field", "text"))
+def _folder(data: Any, units: list[Unit]) -> Path | None:
+    """Where tokens are kept, or None for memory."""
+    setting = getattr(data, "cache", None)
+    if setting == "off":
+        if data.tokenizer.startswith(bpe.PREFIX):
+            raise DataError(f'data.tokenizer = "{data.tokenizer}" is kept in data.cache, which is "off"')
+        return None
+    if setting:
+        return Path(setting).expanduser()
+    n_bytes = sum(slice_.n_bytes for unit in units for slice_ in unit)
+    plain = all(slice_.kind != "hf" for unit in units for slice_ in unit)
+    return None if data.tokenizer == BYTES and plain and n_bytes < SMALL_BYTES else cache.default_folder()
+
+
+def _sources(data: Any) -> tuple[str, ...]:
+    return (data.source,) if isinstance(data.source, str) else tuple(data.source)
+
+
+def _groups(data: Any, apart: bool) -> list[list]:
+    """The files of each source, or of all together; a file that two patterns match is in the corpus once."""
+    groups: list[list] = [[]]
+    seen: dict[str, str] = {}
+    for i, source in enumerate(_sources(data)):
+        if source == SYNTHETIC:
+            raise DataError('data.source: "synthetic" stands alone, not in a list')
+        if apart and i:
+            groups.append([])
+        for file in find_files(source):
+            other = seen.setdefault(file.path, source)
+            if other == source:
+                groups[-1].append(file)
+            elif apart:
+                raise DataError(f"data.source: {file.path} is in two weighted sources, {other} and {source}")
+    return groups
+
+
+def _weights(data: Any) -> tuple[float, ...]:
+    weights = tuple(getattr(data, "weights", ()))
+    n = len(_sources(data))
+    if weights and len(weights) != n:
+        raise DataError(f"data.weights has {len(weights)} numbers for {n} sources in data.source")
+    if any(not 0 < weight < float("inf") for weight in weights):
+        raise DataError(f"data.weights = {list(weights)}: every weight must be a number above 0")
+    return weights

@@ -1,165 +1,129 @@
 """Files -> documents, streaming: a file is never held whole unless it is one document.
 
-Empty documents are left out (they would be a boundary and nothing else); one of only white space is kept.
+Empty documents are left out (they would be boundaries and nothing else); one of only white space is kept.
 """
 
-import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from .errors import DataError
-from .sources import HF, File
+from .files import count_lines, read_chunks, read_lines, read_range
+from .hub import load_hf
+from .parquet import read_rows
+from .sources import Slice
 
-CHUNK = 1 << 20
 BOM = b"\xef\xbb\xbf"
 
 
-class Document(NamedTuple):
-    """A text, where it came from (file, and line or row), and the key that decides whether it is held out."""
+class Origin(NamedTuple):
+    """Where a document came from; str() says it for a person."""
 
-    origin: str
+    path: str
+    what: str = ""  # "line", "row", or "" for a file that is one document
+    number: int = 0  # from 1, counted from byte `start` of the file
+    start: int = 0
+
+    def __str__(self) -> str:
+        if not self.what:
+            return self.path
+        # A slice in the middle of a file does not know how many lines precede it, and only an error needs to.
+        before = count_lines(self.path, self.start) if self.start else 0
+        return f"{self.path}, {self.what} {before + self.number}"
+
+
+class Document(NamedTuple):
+    """A text, where it came from, and the key that decides whether it is held out."""
+
     text: str
+    origin: Origin
     key: str
 
 
-def read_documents(file: File, field: str = "text") -> Iterator[Document]:
-    """The documents of one file, in order. field: the JSON key or column that holds the text.
+def read_documents(slice_: Slice, field: str = "text") -> Iterator[Document]:
+    """The documents of a slice of a file, in order. field: the JSON key or column that holds the text.
 
     Raises DataError naming the file and its line (row) where something cannot be read."""
     try:
-        for document in READERS[file.kind](file, field):
+        for document in READERS[slice_.kind](slice_, field):
             if document.text:
                 yield document
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file.path}: cannot be read: {error}") from error
+        raise DataError(f"{slice_.path}: cannot be read: {error}") from error
 
 
 def is_held_out(key: str, share: float) -> bool:
-    """Whether the document of this key is held out: the hash of the key is in the lowest `share` of all
-    hashes.
+    """Whether the document of this key is held out: its hash is in the lowest `share` of all hashes.
 
     Depends on nothing else, so adding documents moves none from one side to the other."""
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") < share * 2**64
 
 
-def _read_text(file: File, field: str) -> Iterator[Document]:
-    data = b"".join(_chunks(file.path)).removeprefix(BOM)
-    yield Document(file.path, _decode(data, file.path, first_line=1), file.name)
+def _read_text(slice_: Slice, field: str) -> Iterator[Document]:
+    data = b"".join(read_chunks(slice_.path)).removeprefix(BOM)
+    yield Document(_decode_text(data, slice_.path), Origin(slice_.path), slice_.name)
 
 
-def _read_jsonl(file: File, field: str) -> Iterator[Document]:
-    for number, line in enumerate(_lines(_chunks(file.path)), start=1):
-        if number == 1:
+def _read_jsonl(slice_: Slice, field: str) -> Iterator[Document]:
+    path, start = slice_.path, slice_.start
+    chunks = read_chunks(path) if slice_.stop is None else read_range(path, start, slice_.stop)
+    offset = start
+    for number, line in enumerate(read_lines(chunks), start=1):
+        here, offset = offset, offset + len(line) + 1
+        if number == 1 and start == 0:
             line = line.removeprefix(BOM)
         if not line.strip():
             continue
-        origin = f"{file.path}, line {number}"
+        origin = Origin(path, "line", number, start)
         try:
-            record = json.loads(_decode(line, file.path, first_line=number))
+            record = json.loads(_decode_line(line, origin))
         except json.JSONDecodeError as error:
             raise DataError(f"{origin}: not a JSON value: {error.msg} at column {error.colno}") from None
         except RecursionError:
             raise DataError(f"{origin}: the JSON value is nested too deeply") from None
-        yield Document(origin, _text_of(record, field, origin), f"{file.name}:{number}")
+        yield Document(_text_of(record, field, origin), origin, f"{slice_.name}:{here}")
 
 
-def _read_parquet(file: File, field: str) -> Iterator[Document]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{file.path}: parquet needs pyarrow: pip install ftrain[data]") from None
-    try:
-        table = pyarrow.parquet.ParquetFile(file.path)
-        if field not in table.schema_arrow.names:
-            raise DataError(f'{file.path}: no column "{field}"; it has {", ".join(table.schema_arrow.names)}')
-        row = 0
-        for batch in table.iter_batches(batch_size=1024, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                origin = f"{file.path}, row {row}"
-                yield Document(origin, _text_of({field: text}, field, origin), f"{file.name}:{row}")
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{file.path}: not readable as parquet: {error}") from error
+def _read_parquet(slice_: Slice, field: str) -> Iterator[Document]:
+    for row, value in read_rows(slice_.path, field, slice_.start, slice_.stop):
+        origin = Origin(slice_.path, "row", row)
+        yield Document(_text_of({field: value}, field, origin), origin, f"{slice_.name}:{row}")
 
 
-def _read_hf(file: File, field: str) -> Iterator[Document]:
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f'data.source = "{file.path}" needs datasets: pip install ftrain[data]') from None
-    name, config, split = (file.path.removeprefix(HF).split(":") + ["", ""])[:3]
-    try:
-        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-    except Exception as error:  # the library raises a dozen kinds, its own and others'
-        raise DataError(f'data.source = "{file.path}": {type(error).__name__}: {error}') from error
-    for row, record in enumerate(rows, start=1):
-        origin = f"{file.path}, row {row}"
-        yield Document(origin, _text_of(record, field, origin), f"{file.name}:{row}")
+def _read_hf(slice_: Slice, field: str) -> Iterator[Document]:
+    rows = load_hf(slice_.path)
+    if slice_.stop is not None:
+        rows = rows.shard(rows.num_shards, slice_.start)
+    for number, record in enumerate(rows, start=1):
+        origin = Origin(f"{slice_.path}, shard {slice_.start}", "row", number)
+        yield Document(_text_of(record, field, origin), origin, f"{slice_.name}:{slice_.start}:{number}")
 
 
 READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "hf": _read_hf}
 
 
-def _chunks(path: str) -> Iterator[bytes]:
-    """The bytes of a file in pieces, decompressed if its name says so. A cut compressed file is an error."""
-    if path.endswith(".zst"):
-        yield from _zst_chunks(path)
-        return
-    with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as stream:
-        while chunk := stream.read(CHUNK):
-            yield chunk
-
-
-def _zst_chunks(path: str) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError(f"{path}: .zst needs zstandard: pip install ftrain[data]") from None
-    frames = zstandard.ZstdDecompressor(max_window_size=2**31)
-    frame, pending = None, b""
-    with open(path, "rb") as stream:
-        while pending or (pending := stream.read(CHUNK)):
-            # One object a frame: the library's stream reader takes a file cut in mid-frame for a short file.
-            frame = frame or frames.decompressobj()
-            try:
-                yield frame.decompress(pending)
-            except zstandard.ZstdError as error:
-                raise DataError(f"{path}: not readable as zst: {error}") from error
-            pending = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame is not None:
-        raise DataError(f"{path}: cut short: its last zst frame has no end")
-
-
-def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines without their ends, split at LF alone: U+2028, U+0085 and a lone CR belong to the text."""
-    pending: list[bytes] = []
-    for chunk in chunks:
-        *whole, rest = chunk.split(b"\n")
-        for line in whole:
-            yield b"".join([*pending, line]) if pending else line
-            pending = []
-        if rest:
-            pending.append(rest)
-    if pending:
-        yield b"".join(pending)
-
-
-def _decode(data: bytes, path: str, first_line: int) -> str:
+def _decode_text(data: bytes, path: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        line = first_line + data.count(b"\n", 0, error.start)
-        found = data[error.start : error.start + 4].hex(" ")
-        raise DataError(f"{path}, line {line}: not UTF-8: bytes {found} ({error.reason})") from None
+        raise _not_utf8(Origin(path, "line", data.count(b"\n", 0, error.start) + 1), data, error) from None
 
 
-def _text_of(record: Any, field: str, origin: str) -> str:
+def _decode_line(line: bytes, origin: Origin) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(origin, line, error) from None
+
+
+def _not_utf8(origin: Origin, data: bytes, error: UnicodeDecodeError) -> DataError:
+    found = data[error.start : error.start + 4].hex(" ")
+    return DataError(f"{origin}: not UTF-8: bytes {found} ({error.reason})")
+
+
+def _text_of(record: Any, field: str, origin: Origin) -> str:
     if not isinstance(record, dict):
         raise DataError(f'{origin}: expected an object with "{field}", got {_short(record)}')
     if field not in record:

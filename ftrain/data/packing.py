@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from . import shuffle
+from .errors import DataError
 
 IGNORE = -100
 
@@ -80,10 +81,70 @@ def n_windows(stream: Stream, seq_len: int) -> int:
     return max(0, -(-(stream.n_tokens - 1) // seq_len))
 
 
-def read_window(stream: Stream, window: int, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, targets) of one window: int64, each (seq_len,). Padding has token 0 and target IGNORE."""
-    start = window * seq_len
-    read = stream.read(start, min(start + seq_len + 1, stream.n_tokens))
-    tokens, targets = np.zeros(seq_len, np.int64), np.full(seq_len, IGNORE, np.int64)
-    tokens[: len(read) - 1], targets[: len(read) - 1] = read[:-1], read[1:]
-    return tokens, targets
+def split_tail(train: Stream, held: Stream, share: float, seq_len: int) -> tuple[Stream, Stream]:
+    """(training, held-out) streams. Where too few documents were held out for a window, the last `share` of
+    the training windows are, if that is one at least: so a corpus of one document has held-out text too."""
+    windows = n_windows(train, seq_len)
+    tail = int(share * windows)
+    if held.n_tokens >= 2 or tail == 0:
+        return train, held
+    cut = (windows - tail) * seq_len + 1
+    return Span(train, 0, cut), Span(train, cut, train.n_tokens - cut)
+
+
+class Windows(NamedTuple):
+    """The windows of some streams, numbered through: all of the first stream's, then the second's, and so on.
+
+    vocab_size: of the model. boundary: (BOS, EOS) if batches shall carry "segments", else None."""
+
+    streams: tuple[Stream, ...]
+    seq_len: int
+    vocab_size: int
+    boundary: tuple[int, int] | None = None
+
+    @property
+    def starts(self) -> np.ndarray:
+        """(streams + 1,) int64: the number of each stream's first window, and the number of windows."""
+        counts = [n_windows(stream, self.seq_len) for stream in self.streams]
+        return np.cumsum([0, *counts], dtype=np.int64)
+
+    def read(self, ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """The windows of these numbers as rows: "tokens" and "targets" (and "segments"), int64 (rows,
+        seq_len).
+
+        Padding has token 0 and target IGNORE. Segments number the documents of a row; padding is one of its
+        own. Raises DataError for an id that the model does not have."""
+        shape = (len(ids), self.seq_len)
+        batch = {"tokens": np.zeros(shape, np.int64), "targets": np.full(shape, IGNORE, np.int64)}
+        if self.boundary:
+            batch["segments"] = np.zeros(shape, np.int64)
+        starts = self.starts
+        for row, window in enumerate(ids):
+            which = int(np.searchsorted(starts, window, side="right")) - 1
+            stream, start = self.streams[which], (window - int(starts[which])) * self.seq_len
+            read = stream.read(start, min(start + self.seq_len + 1, stream.n_tokens))
+            if len(read) and read.max() >= self.vocab_size:
+                self._refuse(window, read)
+            n = len(read) - 1
+            batch["tokens"][row, :n], batch["targets"][row, :n] = read[:-1], read[1:]
+            if self.boundary:
+                before = stream.read(start - 1, start) if start else np.array([self.boundary[1]])
+                batch["segments"][row, :n] = segments(np.concatenate([before, read[:-1]]), *self.boundary)
+                batch["segments"][row, n:] = batch["segments"][row, n - 1] + 1
+        return batch
+
+    def _refuse(self, window: int, read: np.ndarray) -> None:
+        place = int(np.argmax(read >= self.vocab_size))
+        raise DataError(
+            f"data: token {place} of window {window} has id {read[place]}, outside the model's vocabulary of "
+            f"{self.vocab_size} (model.vocab_size)"
+        )
+
+
+def segments(tokens: np.ndarray, bos: int, eos: int) -> np.ndarray:
+    """The document of tokens[1:], counted within them. tokens[0] is only what comes before.
+
+    A document begins at a BOS that follows an EOS. Where both are one id that still holds: no document is
+    empty and no document's text holds the id, so the id comes in pairs, the second of which begins a
+    document."""
+    return np.cumsum((tokens[1:] == bos) & (tokens[:-1] == eos))

@@ -6,6 +6,7 @@ also where one token serves as both. Text that spells a special token is ordinar
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,42 +16,52 @@ BYTES = "bytes"
 END_OF_DOCUMENT = 256
 
 
+class TokenizerSpec(NamedTuple):
+    """Which tokenizer: "bytes" or a path, and its BOS and EOS if they are not to be found out."""
+
+    name: str
+    bos: str | None = None
+    eos: str | None = None
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """A tokenizer as data and two functions.
 
     vocab_size: its largest id + 1. bos, eos: the ids around a document. digest: equal for tokenizers that
-    agree. encode_batch: texts -> one integer array each, without BOS and EOS. decode_ids: the reverse,
-    special ids left out."""
+    agree. json: the tokenizer.json ("" for bytes). encode_batch: texts -> an integer array each, without BOS
+    and EOS; decode_ids: ids -> text, special ids left out."""
 
     name: str
     vocab_size: int
     bos: int
     eos: int
     digest: str
+    json: str
     encode_batch: Callable[[Sequence[str]], list[np.ndarray]]
     decode_ids: Callable[[Sequence[int]], str]
 
     @property
-    def dtype(self) -> type:
+    def dtype(self) -> np.dtype:
         """The smallest of uint16 and int32 that holds every id."""
-        return np.uint16 if self.vocab_size <= 2**16 else np.int32
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.int32)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without BOS and EOS."""
         return self.encode_batch([text])[0].tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; BOS, EOS and other special ids give none, and bytes that are not UTF-8 give
-        U+FFFD."""
+        """The text of ids; BOS, EOS and other special ids give none. Bytes that are not UTF-8 give U+FFFD."""
         return self.decode_ids([int(token) for token in ids])
 
 
-def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: "bytes", or the path of a tokenizer.json."""
-    if name == BYTES:
+def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    """The tokenizer of a spec. Raises DataError where it cannot be read or has no end-of-sequence token."""
+    if spec.name == BYTES:
         return byte_tokenizer()
-    raise DataError(f'data.tokenizer = "{name}": expected "bytes"')
+    from .tokenizer_json import read_tokenizer
+
+    return read_tokenizer(spec)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -62,7 +73,7 @@ def byte_tokenizer() -> Tokenizer:
     def decode_ids(ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token < END_OF_DOCUMENT).decode(errors="replace")
 
-    return Tokenizer(BYTES, 257, END_OF_DOCUMENT, END_OF_DOCUMENT, BYTES, encode_batch, decode_ids)
+    return Tokenizer(BYTES, 257, END_OF_DOCUMENT, END_OF_DOCUMENT, BYTES, "", encode_batch, decode_ids)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
