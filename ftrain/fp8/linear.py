@@ -238,7 +238,7 @@ class _Product(torch.autograd.Function):
             y = x.flatten(0, -2) @ w.t().to(x.dtype)
         else:
             y = scaled_mm(x_data, w_data, x_scale, w_scale, x.dtype, product.fast_accumulation)
-        y = y.view(*x.shape[:-1], -1)
+        y = y.view(*x.shape[:-1], y.shape[-1])
         if plan.form == "row":
             y = collectives.reduce_scatter(y, y.ndim - 2, plan.group)
         return y

@@ -22,10 +22,10 @@ def gather(matrix: Tensor, lead: Sequence[int], group: ProcessGroup) -> Tensor:
 
     lead: the leading shape (..., S/n) of this rank's tokens. fp8 travels as bytes.
     """
-    n, b, s = group.size(), prod(lead[:-1]), lead[-1]
+    n, b, s, c = group.size(), prod(lead[:-1]), lead[-1], matrix.shape[1]
     wire = matrix.view(torch.uint8) if matrix.element_size() == 1 else matrix
     got = functional.wait_tensor(functional.all_gather_tensor(wire.contiguous(), 0, group))
-    got = got.view(n, b, s, -1).transpose(0, 1).reshape(n * b * s, -1)
+    got = got.view(n, b, s, c).transpose(0, 1).reshape(n * b * s, c)
     return got.view(matrix.dtype)
 
 
