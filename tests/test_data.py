@@ -201,8 +201,11 @@ def test_one_document_gives_its_last_windows_as_held_out(tmp_path):
 def test_validation_covers_the_held_out_tokens_whatever_the_batch(tmp_path, size):
     validation = opened(text_of(tmp_path, 1000), held_out=0.2).validation
     n = validation.n_windows
-    targets = [validation.batch(start, start + size)["targets"] for start in range(0, n, size)]
-    targets = torch.cat(targets).flatten()
+    ids = sum((validation.ids(start, start + size) for start in range(0, n, size)), [])
+    batches_ = [validation.batch(start, start + size)["targets"] for start in range(0, n, size)]
+    assert sorted(ids) == list(range(n)) != ids
+    targets = torch.cat(batches_)[np.argsort(ids)].flatten()
+    assert validation.batch(n, n + 4)["targets"].shape == (0, 16)
     held_out = tokens_of(validation)[1:]
     assert targets[targets != packing.IGNORE].tolist() == held_out.tolist()
 

@@ -7,7 +7,7 @@ import pytest
 
 from ftrain.data import DataError
 from ftrain.data.documents import read_documents
-from ftrain.data.sources import find_files
+from ftrain.data.sources import cut_into_units, find_files
 
 
 def texts(path, field="text"):
@@ -138,3 +138,36 @@ def test_a_source_that_names_nothing_readable_is_an_error(tmp_path, monkeypatch,
     with pytest.raises(DataError, match=said) as caught:
         find_files(source)
     assert source in str(caught.value)
+
+
+def test_a_datasets_folder_is_read_by_shard_and_split(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for i in range(3):
+        jsonl(folder, b'{"text": "one of %d"}' % i, b'{"text": "two of %d"}' % i, name=f"train-{i}.jsonl")
+    jsonl(folder, b'{"text": "apart"}', name="test-0.jsonl")
+    units = cut_into_units(find_files(f"hf:{folder}"))
+    documents = [doc for unit in units for slice_ in unit for doc in read_documents(slice_)]
+    assert len(units) == 3 and len({doc.key for doc in documents}) == 6
+    assert {doc.text for doc in documents} == {f"{n} of {i}" for n in ("one", "two") for i in range(3)}
+    assert texts(f"hf:{folder}::test") == ["apart"]
+    before = units[0][0].version
+    jsonl(folder, GOOD, name="train-0.jsonl")
+    (again,) = find_files(f"hf:{folder}")
+    assert again.version != before
+    with pytest.raises(DataError, match="hf:.*/nowhere"):
+        find_files(f"hf:{folder}/nowhere")
+
+
+def test_parquet_is_cut_at_its_row_groups(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [f"row {i} {'x' * (i % 50)}" for i in range(1000)]
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet", row_group_size=64)
+    (file,) = find_files(str(tmp_path / "a.parquet"))
+    units = cut_into_units([file], file.n_bytes // 5)
+    cut = [doc for unit in units for slice_ in unit for doc in read_documents(slice_)]
+    assert len(units) > 3 and [doc.text for doc in cut] == rows
+    assert [(d.key, str(d.origin)) for d in cut] == [(d.key, str(d.origin)) for d in read_documents(file)]

@@ -16,6 +16,7 @@ from . import shuffle
 from .packing import Windows
 
 BLOCK = 1024
+VALIDATION_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,10 @@ class Train:
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out windows in order. Together their targets are every held-out token (but each source's first)
-    once."""
+    """Held-out windows in one fixed order, the same for every seed.
+
+    Together their targets are every held-out token (but each source's first) once. The order is a shuffle, so
+    that the first few windows are a fair sample of the documents."""
 
     windows: Windows
 
@@ -73,8 +76,13 @@ class Validation:
         return int(self.windows.starts[-1])
 
     def batch(self, start: int, stop: int) -> dict:
-        """Windows [start, stop), as Train.batch gives them; fewer where there are fewer."""
-        return _tensors(self.windows.read(range(start, min(stop, self.n_windows))))
+        """Places [start, stop) of the order, as Train.batch gives them; fewer where there are fewer."""
+        return _tensors(self.windows.read(self.ids(start, stop)))
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """The windows at places [start, stop) of the order."""
+        places = np.arange(start, max(start, min(stop, self.n_windows)))
+        return shuffled(places, max(1, self.n_windows), VALIDATION_SEED).tolist()
 
 
 def shuffled(numbers: np.ndarray, n: int, seed: int, *salt: int) -> np.ndarray:

@@ -89,7 +89,7 @@ def tokenizer_from_json(text: str, spec: TokenizerSpec, folder: Path | None = No
 
 
 def _call(doing: str, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the library. Its errors, and its panics that no ordinary except clause catches, become DataError."""
+    """Call the library. Its errors, and its panics, which `except Exception` lets pass, become DataError."""
     try:
         return function(*args, **kwargs)
     except BaseException as error:
