@@ -75,7 +75,7 @@ def expected(hint: Any, check: typing.Mapping[str, Any]) -> str:
         elif origin is tuple and args[-1] is not Ellipsis:
             words.append(f"a list of {len(args)} numbers")
         elif origin is tuple:
-            words.append("a list of " + {str: "strings", int: "integers"}[args[0]])
+            words.append("a list of " + {str: "strings", int: "integers", float: "numbers"}[args[0]])
         else:
             words.append(_NAMES[kind])
         numeric = numeric or kind in (int, float) or (origin is tuple and args[0] in (int, float))

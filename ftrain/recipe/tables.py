@@ -38,17 +38,28 @@ class Model:
 class Data:
     """Where tokens come from."""
 
-    source: str = key(
+    source: str | tuple[str, ...] = key(
         "stdlib",
         'text to train on: "stdlib" (the installed Python\'s library source), a path or glob of '
-        '.txt/.jsonl/.parquet files, "synthetic" (seeded random tokens), or "hf:NAME"',
+        '.txt/.jsonl/.parquet files, "synthetic" (seeded random tokens), or "hf:NAME"; or a list of these',
     )
-    tokenizer: str = key("bytes", '"bytes", or the path of a tokenizer.json')
+    weights: tuple[float, ...] = key(
+        (), "share of the sequences from each source of the list; empty: all text once an epoch", above=0
+    )
+    tokenizer: str = key(
+        "bytes", '"bytes", the path of a tokenizer.json, or "bpe:SIZE" to train one of SIZE ids on the text'
+    )
+    bos: str | None = key(None, "the token that begins a document; absent: what the tokenizer's files say")
+    eos: str | None = key(None, "the token that ends a document; absent: what the tokenizer's files say")
     seq_len: int = key(256, "tokens in a training sequence", low=1)
     global_batch_size: int = key(8, "sequences in an optimizer step, whatever the number of ranks", low=1)
     text_field: str = key("text", "the key of a record, or column, that holds its text")
-    held_out: float = key(0.05, "share of the documents kept for validation", above=0, below=1)
-    cache: str | None = key(None, "folder that keeps the tokens of the text between runs; absent: not kept")
+    held_out: float = key(0.05, "share of the documents kept for validation", low=0, below=1)
+    cache: str | None = key(
+        None,
+        "folder that keeps the tokens of the text between runs; absent: ftrain's in the user's cache folder, "
+        'where that saves time; "off": none',
+    )
     document_mask: bool = key(False, "tokens attend only within their own document")
 
 
