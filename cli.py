@@ -103,7 +103,8 @@ def open_recipe(command: str, name: str, overrides: tuple[str, ...], world):
     from ftrain.launch import check_world
     from ftrain.recipe import RecipeError, check, load_recipe
 
-    recipe = load_recipe(name, overrides)
+    several = world.world_size if world.world_size > 1 else None
+    recipe = load_recipe(name, overrides, world_size=several)
     words = [command, name, *(f"--set {override}" for override in overrides)]
     if too_few := check_world(recipe.parallel, world, " ".join(words)):
         raise RecipeError([too_few])
@@ -135,55 +136,45 @@ def start_ranks(world, nproc: int | None, command: str, recipe: str, overrides, 
 
 @contextlib.contextmanager
 def speaking():
-    """Yield this process's World, and turn what goes wrong inside into one message and an exit code.
-
-    What the user can mend is a sentence, from rank 0: the other ranks speak only if rank 0 has not ended them
-    by then. What went wrong in a run is said by the rank where it did, with a traceback unless the message is
-    ours.
-    """
-    from ftrain.launch import LOST_PEER, World, world_from_env
+    """Yield this process's World, and turn what goes wrong inside into one message and an exit code."""
+    from ftrain.launch import World, world_from_env
 
     world = World()
     try:
-        # Several ranks that --nproc starts are told by the environment who they are, as torchrun's are.
-        world = world_from_env(
-            {k: v for k, v in os.environ.items() if k != "MASTER_PORT" or "RANK" in os.environ}
-        )
+        world = world_from_env(os.environ)
         yield world
-    except KeyboardInterrupt:
-        leave("stopped by SIGINT." if world.rank == 0 else None, 128 + signal.SIGINT)
-    except Exception as error:
-        who = f"rank {world.rank}: " if world.world_size > 1 else ""
-        if is_users_mistake(error):
-            if world.rank != 0:
-                time.sleep(10)
-            leave(f"{who if world.rank else ''}{error}", 2)
-        trainer = sys.modules.get("ftrain.trainer")
-        if trainer and isinstance(error, trainer.Stopped):
-            leave(str(error) if world.rank == 0 else None, 128 + error.signum)
-        if trainer and isinstance(error, trainer.RunFailed):
-            if error.__cause__ is not None and not error.lost_peer and not is_ours(error.__cause__):
-                traceback.print_exception(error.__cause__)
-            leave(f"{who}the run failed {error}", LOST_PEER if error.lost_peer else 1)
-        if not is_ours(error):
-            traceback.print_exception(error)
-        leave(f"{who}{type(error).__name__}: {error}", 1)
+    except (Exception, KeyboardInterrupt) as error:
+        code, message, unexpected = explain(error, world.rank)
+        who = f"rank {world.rank}: " if world.world_size > 1 and (world.rank or code != 2) else ""
+        if code == 2 and world.rank != 0:
+            time.sleep(10)  # rank 0 most likely says the same, and has ended us by then
+        if unexpected:
+            traceback.print_exception(unexpected)
+        if message:
+            click.echo(f"ftrain: {who}{message}", err=True)
+        sys.stdout.flush()
+        if world.world_size > 1 and "torch" in sys.modules:
+            os._exit(code)  # an orderly exit may wait for peers that are gone
+        sys.exit(code)
 
 
-def leave(message: str | None, code: int):
-    """End the process; at once where it is one of many: an orderly exit may wait for peers that are gone."""
-    if message:
-        click.echo(f"ftrain: {message}", err=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if "torch" in sys.modules and int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        os._exit(code)
-    sys.exit(code)
+def explain(error: BaseException, rank: int) -> tuple[int, str | None, BaseException | None]:
+    """(exit code, message for the user, error whose traceback is worth showing) for what ended a command."""
+    from ftrain.launch import LOST_PEER
 
-
-def is_users_mistake(error: Exception) -> bool:
-    """Whether the message says what to change: a ValueError (such as RecipeError) that ftrain raised."""
-    return isinstance(error, ValueError) and is_ours(error)
+    trainer = sys.modules.get("ftrain.trainer")
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT, "stopped by SIGINT." if rank == 0 else None, None
+    if trainer and isinstance(error, trainer.Stopped):
+        return 128 + error.signum, str(error) if rank == 0 else None, None
+    if trainer and isinstance(error, trainer.RunFailed):
+        cause = error.__cause__
+        expected = cause is None or error.lost_peer or is_ours(cause)
+        code = LOST_PEER if error.lost_peer else 1
+        return code, f"the run failed {error}", None if expected else cause
+    if not is_ours(error):
+        return 1, f"{type(error).__name__}: {error}", error
+    return (2 if isinstance(error, ValueError) else 1), str(error), None
 
 
 def is_ours(error: BaseException) -> bool:

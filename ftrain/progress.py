@@ -4,23 +4,26 @@ import shutil
 import sys
 from typing import Any, TextIO
 
+COLUMNS = 80
+
 
 def progress_line(record: dict[str, Any], steps: int, seconds_left: float | None) -> str:
-    """A step's record (see throughput.py) as one line of at most 80 columns."""
+    """A step's record (see throughput.py) as one line of at most 80 columns, if it can be."""
     rate = record["tokens_per_second"]
     parts = [
         f"{record['step']:>{len(str(steps))}}/{steps}",
         f"loss {record['loss']:.3f}",
         f"lr {record['lr']:.1e}",
-        f"grad {record['grad_norm']:.2f}",
+        f"grad {record['grad_norm']:.3g}",
         f"{quantity(rate)} tok/s",
     ]
     if record.get("mfu") is not None:
         parts.append(f"mfu {record['mfu']:.0%}")
-    parts.append(f"{record['memory_bytes'] / 2**30:.1f} GiB")
+    parts.append(f"{record['memory_bytes'] / 2**30:.3g} GiB")
     if seconds_left is not None:
         parts.append(f"{duration(seconds_left)} left")
-    return "  ".join(parts)
+    line = "  ".join(parts)
+    return line if len(line) <= COLUMNS else " ".join(parts)
 
 
 def quantity(number: float) -> str:

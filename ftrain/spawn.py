@@ -65,8 +65,8 @@ def verdict(codes: Sequence[int], first: Sequence[int]) -> tuple[int, str]:
     failed = [*first, *(rank for rank, code in enumerate(codes) if code > 0)]
     rank = next((rank for rank in failed if codes[rank] != LOST_PEER), first[0])
     code = codes[rank]
-    if code == 2:
-        return 2, ""
+    if code == 2 or code > 128:
+        return code, ""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return (code if code > 0 and code != LOST_PEER else 1), f"rank {rank} of {len(codes)} {how}."
 

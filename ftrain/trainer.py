@@ -146,7 +146,7 @@ def _loop(
                     for sink in sinks:
                         sink.write(record)
                     progress.update(record, clock.seconds_left(record["step"]))
-                if validates:
+                if validates and not ends:
                     progress.say(f"step {step}: held-out loss {record['validation_loss']:.4f} nats per token")
                 if saves:
                     save(state, record["tokens"])

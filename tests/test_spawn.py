@@ -59,6 +59,7 @@ def test_a_mistake_in_the_recipe_needs_no_second_sentence(capfd):
         ([LOST_PEER, -9], [1], 1, "rank 1 of 2 was killed by SIGKILL."),
         ([LOST_PEER, 1], [0], 1, "rank 1 of 2 ended with exit code 1."),
         ([LOST_PEER, -9], [0], 1, "rank 0 of 2 ended with exit code 3."),
+        ([143, 143], [1], 143, ""),
         ([0, 5, LOST_PEER], [1, 2], 5, "rank 1 of 3 ended with exit code 5."),
     ],
 )
