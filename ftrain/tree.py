@@ -100,6 +100,9 @@ def _dotted(accessor: optree.PyTreeAccessor) -> str:
         name = entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry
         is_index = isinstance(entry, optree.SequenceEntry) and isinstance(name, int)
         if not is_index and (not isinstance(name, str) or "." in name):
-            raise ValueError(f"tree keys must be strings without dots; {name!r} (a {type(name).__name__}) is not")
+            where = f" under {'.'.join(parts)}" if parts else ""
+            raise ValueError(
+                f"tree keys must be strings without dots; {name!r} (a {type(name).__name__}){where} is not"
+            )
         parts.append(str(name))
     return ".".join(parts)
