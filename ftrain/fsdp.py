@@ -146,9 +146,10 @@ class Gather:
             if wire.padded_rows * ranks == wire.shape[0]:
                 pieces.copy_(grad.view(pieces.shape))
             else:
-                for rank in range(ranks):
-                    start, stop = chunk(wire.shape[0], ranks, rank)
-                    pieces[rank, : stop - start].copy_(grad[start:stop])
+                whole, rest = divmod(wire.shape[0], wire.padded_rows)  # pieces that are full, rows of the next one
+                rows = whole * wire.padded_rows
+                pieces[:whole].copy_(grad[:rows].view(whole, *pieces.shape[1:]))
+                pieces[whole : whole + 1, :rest].copy_(grad[rows:])
             offset += wire.numel()
         mine = torch.empty(total, dtype=self.reduce_dtype, device=buffer.device)
         work = dist.reduce_scatter_tensor(mine, buffer.view(-1), group=self.group, async_op=True)

@@ -19,7 +19,7 @@ from ftrain.models import family
 from ftrain.nn import IGNORE
 from ftrain.param import Param
 from ftrain.recipe import Recipe, accumulation, model_config, resolve_parallel
-from ftrain.sharding import MeshShape, initialize, make_mesh, to_local
+from ftrain.sharding import Mesh, MeshShape, initialize, make_mesh, to_local
 from ftrain.step import TrainState, init_state, make_eval_step, make_global_norm, make_train_step
 from ftrain.transforms import why_no_jit
 
@@ -32,7 +32,13 @@ class Run:
     Raises RecipeError or ValueError, before anything large is allocated, for what cannot work.
     """
 
-    def __init__(self, recipe: Recipe, world: World | None = None, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World | None = None,
+        device: torch.device | str | None = None,
+        mesh: Mesh | None = None,  # to run on, or to pretend to (report/planned.py); None: made from the recipe
+    ):
         self.recipe = recipe
         self.world = world or World()
         self.device = torch.device(device) if device else default_device(self.world)
@@ -46,7 +52,7 @@ class Run:
         if compile and (why := why_no_jit(self.device)):
             compile = False
             self.notes.append(why)
-        self.mesh = make_mesh(self.mesh_shape, self.device)
+        self.mesh = mesh or make_mesh(self.mesh_shape, self.device)
         self.execution = Execution(
             mesh=self.mesh,
             compute_dtype=DTYPES[recipe.precision.compute],

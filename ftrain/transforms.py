@@ -90,9 +90,9 @@ class _WeightSlot:
     def pack(self, saved: torch.Tensor) -> Any:
         if saved.numel() == 0:
             return saved
-        pointer = saved.untyped_storage().data_ptr()
+        storage = saved.untyped_storage()._cdata  # the storage itself: fake tensors have one, and no address
         for index, leaf in enumerate(self._leaves):
-            same = leaf.untyped_storage().data_ptr() == pointer and leaf.dtype == saved.dtype
+            same = leaf.untyped_storage()._cdata == storage and leaf.dtype == saved.dtype
             offset = saved.storage_offset() - leaf.storage_offset()
             if same and leaf.numel() and 0 <= offset < max(leaf.numel(), 1):
                 self.used = True
