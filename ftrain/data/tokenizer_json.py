@@ -19,7 +19,7 @@ from .seams import encode_long
 from .special import find_bos_eos
 from .tokenizers import Tokenizer, TokenizerSpec
 
-LONG_CHARS = 4_000_000  # a text is encoded in pieces of this; about 300 MB at a time in the library
+LONG_CHARS = 1_000_000  # a longer text is encoded in pieces of this, each with about 100 MB in the library
 
 
 def read_tokenizer(spec: TokenizerSpec) -> Tokenizer:
