@@ -6,7 +6,6 @@ and the compiler. Only fp8 changes results beyond rounding.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
@@ -14,53 +13,13 @@ import torch
 
 from ftrain import fp8
 from ftrain.collectives import all_reduce_max
+from ftrain.fp8.use import Fp8
 from ftrain.fsdp import Gather, make_gather
 from ftrain.linear import Linear, make_linear
 from ftrain.sharding import COMPUTE_RULES, STORED_RULES, Mesh, Rule, plan
 from ftrain.transforms import jit
 
 LOGITS_BYTES = 1 << 31  # fp32 logits that one chunk of the loss may take on a rank
-
-
-@dataclass(frozen=True)
-class Fp8:
-    """Which weights fp8 multiplies, how, and what of it travels and is kept. The default is no fp8."""
-
-    recipe: fp8.Recipe = fp8.NONE
-    weights: tuple[str, ...] = ()  # globs over parameter paths: the weights of products
-    skip: tuple[str, ...] = ()  # globs over parameter paths that stay in high precision
-    all_gather: bool = True  # codes travel, where the recipe has one form of a weight for all its uses
-    precompute_scales: bool = False
-    cache_shards: bool = False
-
-    def runs(self, path: str) -> bool:
-        """Whether the weight at `path` is multiplied in fp8."""
-        chosen = any(fnmatchcase(path, glob) for glob in self.weights)
-        return self.recipe.is_fp8 and chosen and not any(fnmatchcase(path, glob) for glob in self.skip)
-
-    def wire(self, path: str) -> tuple[torch.dtype | None, bool]:
-        """(the fp8 format of the weight at `path`, or None; whether its codes travel)."""
-        if not self.runs(path):
-            return None, False
-        operand = fp8.wire_operand(self.recipe)
-        if operand is None:
-            return fp8.E4M3, False
-        return fp8.FORMATS[operand.format], self.all_gather
-
-    def problems(self, paths: list[str]) -> list[str]:
-        """Globs of `skip` that match no weight of a product: surely misspelt."""
-        weights = [p for p in paths if any(fnmatchcase(p, glob) for glob in self.weights)]
-        return [
-            f"fp8.skip={glob!r} matches no weight that fp8 could run; there are {', '.join(_folded(weights))}"
-            for glob in self.skip
-            if self.recipe.is_fp8 and not any(fnmatchcase(path, glob) for path in weights)
-        ]
-
-
-def _folded(paths: list[str]) -> list[str]:
-    """Paths with the layer number as a star, each once."""
-    starred = [".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths]
-    return list(dict.fromkeys(starred))
 
 
 @dataclass(frozen=True)

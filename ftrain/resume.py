@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ftrain import checkpoint
+from ftrain import checkpoint, tree
 from ftrain.recipe import Recipe, RecipeError, dump
-from ftrain.step import TrainState, apply_post
+from ftrain.step import TrainState, apply_post, stored
 
 # A batch is a function of these and the step: with other values, the steps that a checkpoint has behind it
 # are not the ones that this recipe would have behind it.
@@ -80,22 +80,27 @@ def restore(
     say(f"resumed from {path}")
     for change in changes:
         say(f"changed since it was written: {change}")
-    stored_fp8 = any(name.startswith("fp8_state") for name in checkpoint.schema(path))
-    if like.fp8_state is not None and not stored_fp8:
-        say("the checkpoint has no fp8 state: fp8 scales start afresh")
-    known = like if stored_fp8 == (like.fp8_state is not None) else like._replace(fp8_state=None)
+    known = stored(like)
+    if not _has_histories(path, known):
+        say("the checkpoint lacks fp8 histories of this recipe: they begin anew")
+        known = known._replace(fp8_state=None)
     state, meta = checkpoint.load(path, known, ignore=("fp8_state",))
-    if known is not like:
-        state = state._replace(fp8_state=like.fp8_state)
     return apply_post(state, run.post), meta
 
 
 def restore_params(run: Any, path: Path) -> tuple[TrainState, dict[str, Any]]:
     """As `restore`, for a state that is only read: no optimizer state, and any recipe will do. Collective."""
-    like = run.init()
-    known = like._replace(opt_state=None, fp8_state=None)
+    known = stored(run.init())._replace(opt_state=None)
+    if not _has_histories(path, known):
+        known = known._replace(fp8_state=None)
     state, meta = checkpoint.load(path, known, ignore=("opt_state", "fp8_state"))
-    return apply_post(state._replace(fp8_state=like.fp8_state), run.post), meta
+    return apply_post(state, run.post), meta
+
+
+def _has_histories(path: Path, known: TrainState) -> bool:
+    """Whether the checkpoint has every fp8 history that the state wants."""
+    wanted = {f"fp8_state.{name}" for name in tree.names(known.fp8_state)}
+    return wanted <= checkpoint.schema(path).keys()
 
 
 def compare(saved: str | None, recipe: Recipe) -> tuple[list[str], list[str]]:

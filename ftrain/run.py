@@ -12,13 +12,13 @@ import torch
 
 from ftrain import fp8, optim, tree
 from ftrain.data import open_data
-from ftrain.execution import Execution, Fp8
+from ftrain.execution import Execution
 from ftrain.generate import generate
 from ftrain.launch import World
 from ftrain.models import family
 from ftrain.nn import IGNORE
 from ftrain.param import Param
-from ftrain.recipe import Recipe, accumulation, model_config, resolve_parallel
+from ftrain.recipe import Recipe, RecipeError, accumulation, check, model_config, resolve_parallel
 from ftrain.sharding import Mesh, MeshShape, initialize, make_mesh, to_local
 from ftrain.step import TrainState, init_state, make_eval_step, make_global_norm, make_train_step
 from ftrain.transforms import why_no_jit
@@ -44,10 +44,17 @@ class Run:
         self.device = torch.device(device) if device else default_device(self.world)
         self.family = family(recipe.model.family)
         self.cfg = model_config(recipe.model)
+        if problems := check(recipe, self.world.world_size):
+            raise RecipeError(problems)
         parallel = resolve_parallel(recipe.parallel, self.world.world_size)
         self.mesh_shape = MeshShape(parallel.replicate, parallel.tensor, parallel.shard)
         self.micro_batches = accumulation(recipe, self.mesh_shape.data)
         self.notes: list[str] = []
+        plan = fp8.use(recipe.fp8, self.family.product_weights(self.cfg))
+        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        names = tree.names(self.family.abstract(self.cfg))
+        if problems := plan.problems(names, self.device.type, capability, self.mesh_shape.tensor):
+            raise RecipeError(problems)
         compile = recipe.train.compile
         if compile and (why := why_no_jit(self.device)):
             compile = False
@@ -62,18 +69,13 @@ class Run:
             remat=recipe.train.remat,
             compile=compile,
             loss_chunks=recipe.train.loss_chunks,
-            fp8=Fp8(
-                fp8.parse(recipe.fp8.recipe),
-                self.family.product_weights(self.cfg),
-                recipe.fp8.skip,
-                recipe.fp8.all_gather,
-                recipe.fp8.precompute_scales,
-                recipe.fp8.cache_shards,
-            ),
+            fp8=plan,
         )
         dtype = DTYPES[recipe.precision.params]
         self.abstract = tree.map(lambda p: Param(p.shape, p.axes, p.init, dtype), self.family.abstract(self.cfg))
         self.plans = self.execution.plans(self.abstract)
+        tokens = recipe.train.micro_batch_size * recipe.data.seq_len
+        self.notes += plan.notes(self.abstract, self.plans, self.mesh_shape, self.device.type, tokens, compile)
         self.model = self.family.make_model(self.cfg, self.execution)
         self.optimizer = make_optimizer(recipe, make_global_norm(self.mesh, self.plans))
         self.post = self.execution.post(self.abstract)

@@ -33,6 +33,11 @@ def init_state(params: Tree, optimizer: optim.Optimizer, post: tuple[Callable, .
     return apply_post(TrainState(0, params, opt_state), post)
 
 
+def stored(state: TrainState) -> TrainState:
+    """What of a state a checkpoint holds: all but what the post transforms derive. Undone by `apply_post`."""
+    return state._replace(fp8_state=state.fp8_state and state.fp8_state.stored)
+
+
 def apply_post(state: TrainState, post: tuple[Callable, ...]) -> TrainState:
     """Run the post transforms, `state -> state`, in order. They derive; calling them again changes nothing."""
     for transform in post:

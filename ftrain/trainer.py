@@ -22,7 +22,7 @@ from ftrain.metrics import open_sinks, save_loss_plot, tracing
 from ftrain.progress import Progress, quantity
 from ftrain.recipe import Recipe, RecipeError, dump
 from ftrain.run import Run, default_device
-from ftrain.step import TrainState
+from ftrain.step import TrainState, stored
 from ftrain.throughput import Clock
 
 SAMPLE_TOKENS = 200
@@ -250,9 +250,9 @@ def saver(run: Run, out: Path | None) -> Iterator[Callable[[TrainState, int], No
         if options.async_save:
             if pending is not None:
                 pending.wait()
-            pending = checkpoint.save_async(out / "checkpoints", state, **arguments, group=group)
+            pending = checkpoint.save_async(out / "checkpoints", stored(state), **arguments, group=group)
         else:
-            checkpoint.save(out / "checkpoints", state, **arguments)
+            checkpoint.save(out / "checkpoints", stored(state), **arguments)
 
     try:
         yield save

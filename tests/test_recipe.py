@@ -268,7 +268,7 @@ def test_accumulation_follows_from_batch_and_ranks(write):
 def test_fp8_keys_need_a_recipe_and_one_scale_a_weight_to_travel(write):
     assert "fp8.recipe is not" in problems(write("[fp8]\nall_gather = true"))[0]
     found = problems(write('[fp8]\nrecipe = "rowwise"\nall_gather = true'))
-    assert 'fp8.recipe="rowwise"' in found[0] and "fp8.all_gather=true" in found[0]
+    assert "fp8.recipe = 'rowwise'" in found[0] and "fp8.all_gather = true" in found[0]
     fp8 = load_recipe(write('[fp8]\nrecipe = "rowwise"')).fp8
     assert not fp8.all_gather and not fp8.precompute_scales
     fp8 = load_recipe(write('[fp8]\nrecipe = "tensorwise"')).fp8
@@ -336,7 +336,7 @@ def test_shipped_recipes_fit_their_machines_and_survive_a_round_trip(name, tmp_p
 
 
 def test_every_value_survives_a_round_trip(write, tmp_path):
-    table = 'recipe = {output = {x = "e4m3", w = "e4m3"}}'
+    table = 'recipe = {base = "tensorwise", output = {x = "e4m3", w = "e4m3"}}'
     path = write(
         f"[fp8]\n{table}\nskip = []\n[optimizer]\nlr = 1e-7\n[train]\nremat = 0.25\n"
         '[data]\ncache = "a\\"b\\\\c é"\n'

@@ -7,7 +7,7 @@
                    tensor-parallel forms               precompute.py all weights' scales, one all-reduce
     state.py       what is known of a weight, and      delayed.py    scales from earlier steps' amaxes
                    where a linear layer meets it       measure.py    what a cast loses
-    post.py        what runs after the optimizer
+    post.py        what runs after the optimizer       use.py        which weights of a model run in fp8
 """
 
 from .check import check
@@ -18,11 +18,13 @@ from .parse import parse
 from .post import Fp8State, make_post
 from .recipes import NONE, RECIPES, Operand, Product, Recipe, describe, uses_history, wire_operand
 from .state import Fp8Weight, WeightState
+from .use import Fp8, use
 
 __all__ = [
     "E4M3",
     "E5M2",
     "FORMATS",
+    "Fp8",
     "Fp8State",
     "Fp8Weight",
     "History",
@@ -46,6 +48,7 @@ __all__ = [
     "scale_from_amax",
     "scaled_mm",
     "scaled_weight",
+    "use",
     "uses_history",
     "wire_operand",
 ]

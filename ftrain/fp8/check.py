@@ -9,14 +9,14 @@ def check(
     recipe: Recipe,
     all_gather: bool,
     precompute_scales: bool,
-    device: str,
+    device: str | None = None,
     capability: tuple[int, int] | None = None,
     tensor: int = 1,
 ) -> list[str]:
     """What cannot work, as sentences that name the settings; an empty list if all can.
 
-    device: "cpu" or "cuda". capability: the GPU's compute capability, None where no GPU is at hand; then what
-    depends on it is not checked. tensor: the degree of tensor parallelism.
+    device: "cpu" or "cuda", None where it is not known yet. capability: the GPU's compute capability, None where
+    no GPU is at hand. What depends on what is not known is not checked. tensor: the degree of tensor parallelism.
     """
     if not recipe.is_fp8:
         return []
@@ -30,13 +30,14 @@ def check(
             f"and this recipe's w is {uses}. Set fp8.all_gather = false, or use a recipe whose w is the same "
             "tensor-scaled fp8 in output and grad_input (tensorwise, delayed)."
         )
-    if precompute_scales and not any(o.scale == "now" and o.granularity == "tensor" for _, o in weight):
+    operand = wire_operand(recipe)
+    if precompute_scales and (operand is None or operand.scale == "history"):
         problems.append(
             f"fp8.precompute_scales = true with {asked}: there is nothing to precompute, this recipe's w is "
             f"{uses}. Set fp8.precompute_scales = false, or use a recipe whose w has one scale of its own "
             "(tensorwise)."
         )
-    if device not in ("cpu", "cuda"):
+    if device not in ("cpu", "cuda", None):
         problems.append(f'{asked} on {device!r}: fp8 products need cpu or cuda. Set fp8.recipe = "none".')
     elif device == "cuda" and capability is not None and capability < (8, 9):
         problems.append(
@@ -50,7 +51,7 @@ def check(
 
 def _check_block(asked: str, device: str, capability: tuple[int, int] | None, tensor: int) -> list[str]:
     problems = []
-    if device != "cuda":
+    if device not in ("cuda", None):
         problems.append(
             f"{asked} on {device!r}: torch multiplies with block scales on CUDA only. Use rowwise here."
         )

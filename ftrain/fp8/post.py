@@ -36,6 +36,11 @@ class Fp8State(NamedTuple):
     history: Any | None = None
     observed: Any | None = None
 
+    @property
+    def stored(self) -> Fp8State | None:
+        """What of it a checkpoint holds: the histories. The rest is derived again where it is loaded."""
+        return None if self.history is None else Fp8State(None, self.history)
+
 
 def make_post(
     recipe: Recipe,

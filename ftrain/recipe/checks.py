@@ -11,10 +11,6 @@ from typing import Any
 from ftrain.recipe.strict import nearest, show
 from ftrain.recipe.tables import Model, Parallel, Recipe
 
-ONE_SCALE = (
-    "tensorwise",
-    "delayed",
-)  # the named recipes whose weights have one scale: what can travel as fp8
 _ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -220,16 +216,22 @@ def _batch_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
 
 
 def _fp8_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
-    fp8 = recipe.fp8
-    if isinstance(fp8.recipe, str) and fp8.recipe not in ("none", *ONE_SCALE):
-        for name in ("all_gather", "precompute_scales"):
-            if getattr(fp8, name):
-                yield (
-                    f'fp8.recipe="{fp8.recipe}" cannot be combined with fp8.{name}=true: its weights do not '
-                    f"have one scale each; set fp8.{name}=false, or a recipe among {_quoted(ONE_SCALE)}."
-                )
-    if fp8.cache_shards and fp8.recipe != "none" and not (fp8.all_gather and fp8.precompute_scales):
-        yield "fp8.cache_shards=true needs fp8.all_gather=true and fp8.precompute_scales=true."
+    """What can be told without a device. Quiet about a bad model or layout: another check names it."""
+    if recipe.fp8.recipe == "none" or any(_model_problems(recipe, world_size)):
+        return
+    from ftrain import fp8, tree
+
+    family = importlib.import_module(f"ftrain.models.{recipe.model.family}")
+    config = model_config(recipe.model)
+    try:
+        plan = fp8.use(recipe.fp8, family.product_weights(config))
+    except ValueError as error:
+        yield from str(error).splitlines()
+        return
+    tensor = recipe.parallel.tensor
+    if tensor == -1 and world_size is not None and not any(_layout_problems(recipe.parallel, world_size)):
+        tensor = resolve_parallel(recipe.parallel, world_size).tensor
+    yield from plan.problems(tree.names(family.abstract(config)), tensor=tensor)
 
 
 _Check = Callable[[Recipe, int | None], Iterator[str]]
@@ -239,7 +241,7 @@ _CROSS_CHECKS: tuple[tuple[tuple[str, ...], _Check], ...] = (
     (("model",), _model_problems),
     (("model", "parallel", "data.seq_len"), _tensor_problems),
     (("data.global_batch_size", "train.micro_batch_size", "parallel"), _batch_problems),
-    (("fp8",), _fp8_problems),
+    (("fp8", "model", "parallel"), _fp8_problems),
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ftrain.recipe.checks import ONE_SCALE, RecipeError, check, model_config
+from ftrain.recipe.checks import RecipeError, check, model_config
 from ftrain.recipe.strict import nearest, read_table, show, unknown_table
 from ftrain.recipe.tables import TABLES, Model, Recipe
 
@@ -150,13 +150,26 @@ def _late_defaults(recipe: Recipe, given: set[str]) -> Recipe:
             recipe, schedule=dataclasses.replace(recipe.schedule, warmup_steps=warmup)
         )
     late: dict[str, Any] = {}
-    if "fp8.all_gather" not in given and isinstance(recipe.fp8.recipe, str):
-        late["all_gather"] = recipe.fp8.recipe in (*ONE_SCALE, "none")
-    if "fp8.precompute_scales" not in given:
-        late["precompute_scales"] = late.get("all_gather", recipe.fp8.all_gather)
-    if "fp8.skip" not in given and recipe.fp8.recipe != "none" and _is_tied(recipe.model):
-        late["skip"] = ("embedding",)
+    if recipe.fp8.recipe != "none":
+        operand = _wire_operand(recipe.fp8.recipe)
+        if "fp8.all_gather" not in given:
+            late["all_gather"] = operand is not None
+        if "fp8.precompute_scales" not in given:
+            travels = late.get("all_gather", recipe.fp8.all_gather)
+            late["precompute_scales"] = travels and operand is not None and operand.scale == "now"
+        if "fp8.skip" not in given and _is_tied(recipe.model):
+            late["skip"] = ("embedding",)
     return dataclasses.replace(recipe, fp8=dataclasses.replace(recipe.fp8, **late))
+
+
+def _wire_operand(value: str | dict[str, Any]) -> Any:
+    """The form in which weights of an fp8 recipe can travel (fp8.wire_operand), or None."""
+    from ftrain import fp8
+
+    try:
+        return fp8.wire_operand(fp8.parse(value))
+    except ValueError:  # reported by the cross checks
+        return None
 
 
 def _is_tied(model: Model) -> bool:

@@ -102,9 +102,13 @@ class Fp8:
         True, "FSDP gathers weights as fp8; absent: true unless the recipe scales weights by row or block"
     )
     precompute_scales: bool = key(
-        True, "scales of all weights with one all-reduce after the step; absent: as all_gather"
+        True,
+        "scales of all weights with one all-reduce after the step; absent: as all_gather, but false where "
+        "scales come from a history",
     )
-    cache_shards: bool = key(False, "keep the fp8 shards between gathers of a step; needs precompute_scales")
+    cache_shards: bool = key(
+        False, "keep the fp8 shards between gathers of a step; needs all_gather, and scales known before it"
+    )
     skip: tuple[str, ...] = key(
         ("output",),
         "globs over parameter paths that stay in high precision; one that matches nothing is an error; "
