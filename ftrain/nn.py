@@ -42,13 +42,13 @@ def rope_table(seq_len: int, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def rope(x_BHSE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x[i], x[i + E/2]) by their position's angles, in fp32. `table` is `rope_table`'s.
+    """Rotate the pairs (x[i], x[i + E/2]) by their position's angles, in at least fp32. `table`: `rope_table`'s.
 
     This pairing is Hugging Face's; Meta's own files pair neighbours, which is the same up to the order of rows of
     wq and wk.
     """
     cos, sin = table[0], table[1]
-    a, b = x_BHSE.float().chunk(2, dim=-1)
+    a, b = at_least_fp32(x_BHSE).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BHSE.dtype)
 
 
@@ -81,11 +81,11 @@ def embed(weight_VD: torch.Tensor, tokens_BS: torch.Tensor, group: Group = None)
 
 
 def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Sum of -log softmax(logits)[target] in fp32 over the targets that are not IGNORE, as a scalar.
+    """Sum of -log softmax(logits)[target] in at least fp32 over the targets that are not IGNORE, as a scalar.
 
     Over a group each rank holds a slice of the vocabulary; the sum is the same on every rank.
     """
-    logits_NV = logits_NV.float()
+    logits_NV = at_least_fp32(logits_NV)
     if group is None:
         return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum")
     size = logits_NV.shape[-1]
@@ -96,4 +96,10 @@ def cross_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor, group: Group
     target_N = logits_NV.gather(-1, local.where(mine, 0).unsqueeze(-1)).squeeze(-1)
     target_N = all_reduce(target_N.where(mine, 0.0), group)
     counts = targets_N != IGNORE
-    return (exp_N.log() + top_N - target_N).where(counts, 0.0).sum()
+    # The difference first: of two large logits it is exact, while a log added to one of them is rounded away.
+    return (exp_N.log() + (top_N - target_N)).where(counts, 0.0).sum()
+
+
+def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+    """`x` in fp32; an fp64 tensor as it is, so that gradients can be checked against differences of losses."""
+    return x if x.dtype == torch.float64 else x.float()
