@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from ftrain import checkpoint, tree
 from ftrain.checkpoint import CheckpointError
@@ -154,3 +156,28 @@ def test_the_manifest_is_readable_and_lists_every_file(tmp_path):
     assert manifest["step"] == 12 and manifest["meta"]["data"] == {"tokens": 96}
     on_disk = {file.name: file.stat().st_size for file in path.iterdir() if file.name != "manifest.json"}
     assert manifest["files"] == on_disk
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_state_is_saved_in_the_background_and_loaded_onto_the_gpu(tmp_path):
+    """DTensors on a CUDA mesh over NCCL, staged to the host, coordinated over gloo."""
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        group = dist.new_group(backend="gloo")
+        whole = torch.randn(8, 4, device="cuda")
+        split = lambda x: DTensor.from_local(x, mesh, [Shard(0)], run_check=False)  # noqa: E731
+        state = {"split": split(whole.clone()), "plain": whole[0].clone(), "step": 2}
+        pending = checkpoint.save_async(tmp_path / "root", state, step=2, meta={}, keep=1, group=group)
+        state["split"].to_local().zero_()
+        state["plain"].zero_()
+        path = pending.wait()
+        blank_meta = {"split": split(whole.to("meta")), "plain": state["plain"], "step": 0}
+        for like in (state, blank_meta):
+            loaded, _ = checkpoint.load(path, like)
+            assert loaded["split"].to_local().is_cuda and torch.equal(loaded["split"].to_local(), whole)
+            assert loaded["plain"].is_cuda and torch.equal(loaded["plain"], whole[0])
+        assert checkpoint.save(tmp_path / "root", loaded, step=3, meta={}, keep=1).name == "step-00000003"
+    finally:
+        dist.destroy_process_group()

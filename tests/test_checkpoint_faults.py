@@ -82,7 +82,7 @@ def wait_for(pid: int) -> int:
 
 @pytest.fixture(scope="module")
 def in_fresh_process():
-    """The exit code of a child, negative for a signal. A child that hangs is killed: an error."""
+    """`in_fresh_process(fn, *args)`: run in a process that may fork (no threads, no process group)."""
     with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as pool:
         yield lambda fn, *args: pool.submit(fn, *args).result(timeout=240)
 

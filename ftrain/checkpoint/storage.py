@@ -54,7 +54,7 @@ def data_file(rank: int) -> str:
 def write_chunks(path: Path, chunks: Iterable[tuple[Any, torch.Tensor]]) -> dict[Any, tuple[int, int]]:
     """Write (key, tensor) pairs into a new file, synced to disk. Returns key -> (start in bytes, crc32)."""
     places = {}
-    with open(path, "xb", buffering=0) as file:
+    with open(path, "xb", buffering=1 << 20) as file:
         for key, tensor in chunks:
             file.write(bytes(-file.tell() % ALIGN))
             start, crc = file.tell(), 0
@@ -62,9 +62,9 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Any, torch.Tensor]]) -> dict
             for at in range(0, len(view), PIECE):
                 piece = view[at : at + PIECE]
                 crc = zlib.crc32(piece, crc)
-                while piece:  # an unbuffered write may take only a part
-                    piece = piece[file.write(piece) :]
+                file.write(piece)
             places[key] = (start, crc)
+        file.flush()
         os.fsync(file.fileno())
     return places
 
