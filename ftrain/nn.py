@@ -54,6 +54,12 @@ def rope(x_BHSE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 def attention(q_BHSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, mask=None) -> torch.Tensor:
     """Causal attention with H / K query heads to each key head (GQA). `mask`, bool (B, 1, S, S), replaces causality."""
+    if q_BHSE.is_meta:
+        # Shapes without values (a rehearsal, see report/) have no device to choose a kernel for. torch would plan the
+        # unfused one, whose S x S weights no device keeps.
+        mask = mask if mask is None else mask.to(q_BHSE.dtype)
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return fused(q_BHSE, k_BKSE, v_BKSE, 0.0, mask is None, attn_mask=mask)[0]
     return F.scaled_dot_product_attention(
         q_BHSE, k_BKSE, v_BKSE, attn_mask=mask, is_causal=mask is None, enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1]
     )

@@ -53,7 +53,8 @@ class Run:
         plan = fp8.use(recipe.fp8, self.family.product_weights(self.cfg))
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
         names = tree.names(self.family.abstract(self.cfg))
-        if problems := plan.problems(names, self.device.type, capability, self.mesh_shape.tensor):
+        known = None if self.device.type == "meta" else self.device.type  # a rehearsal is for any device (report/)
+        if problems := plan.problems(names, known, capability, self.mesh_shape.tensor):
             raise RecipeError(problems)
         compile = recipe.train.compile
         if compile and (why := why_no_jit(self.device)):
