@@ -17,7 +17,7 @@ def progress_line(record: dict[str, Any], steps: int, seconds_left: float | None
         f"grad {record['grad_norm']:.3g}",
         f"{quantity(rate)} tok/s",
     ]
-    if record.get("mfu") is not None:
+    if "mfu" in record:
         parts.append(f"mfu {record['mfu']:.0%}")
     parts.append(f"{record['memory_bytes'] / 2**30:.3g} GiB")
     if seconds_left is not None:

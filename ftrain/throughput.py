@@ -68,15 +68,15 @@ class Clock:
         counted = int(values.pop("tokens"))
         self.tokens += counted
         rate = counted / seconds
-        return {
+        record = {
             "step": step,
             **values,
             "tokens": self.tokens,
             "tokens_per_second": rate,
             "seconds": seconds,
-            "mfu": self.flops_per_token * rate / self.peak if self.peak else None,
             "memory_bytes": memory_bytes(self.device),
         }
+        return record | ({"mfu": self.flops_per_token * rate / self.peak} if self.peak else {})
 
     def seconds_left(self, step: int) -> float | None:
         """An estimate from the latest steps; None as long as there is none."""

@@ -197,7 +197,7 @@ def test_a_progress_line_fits_a_terminal():
     line = progress_line(RECORD, 200, 7000)
     assert line == "120/200 loss 2.346 lr 3.0e-04 grad 123 123k tok/s mfu 42% 130 GiB 1h56 left"
     assert len(progress_line(RECORD | {"step": 12_345}, 20_000, 7000)) <= 80
-    short = progress_line(RECORD | {"mfu": None}, 200, 7000)
+    short = progress_line({k: v for k, v in RECORD.items() if k != "mfu"}, 200, 7000)
     assert short == "120/200  loss 2.346  lr 3.0e-04  grad 123  123k tok/s  130 GiB  1h56 left"
 
 
