@@ -17,6 +17,10 @@ import torch.distributed._functional_collectives as functional
 
 Group = dist.ProcessGroup | None
 
+# torch 2.13 renamed these and warns of the old names.
+_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
 
 def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's piece and its peers', joined along `dim` in rank order. Backward: `reduce_scatter`."""
@@ -58,7 +62,7 @@ def all_reduce_max(x: torch.Tensor, group: Group) -> torch.Tensor:
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(x, dim, group):
-        return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), dim, group))
+        return functional.wait_tensor(_gather(x.contiguous(), dim, group))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -72,7 +76,7 @@ class _AllGather(torch.autograd.Function):
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(x, dim, group):
-        return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+        return functional.wait_tensor(_scatter(x.contiguous(), "sum", dim, group))
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import formats
 from .formats import FORMATS
-from .recipes import Recipe, operands
+from .recipes import Operand, Recipe, operands
 
 LENGTH = 16
 TENSORS = ("x", "w", "g")
@@ -49,12 +49,12 @@ def scales(state: State, recipe: Recipe) -> dict[str, Triple]:
     """
     if not state:
         return {}
-    paths, largest = list(state), torch.stack(list(state.values())).amax(dim=-1)
+    paths, most = list(state), torch.stack(list(state.values())).amax(dim=-1)
     columns = []
     for i, tensor in enumerate(TENSORS):
-        operand = operands(recipe, tensor)[0][2]
-        scale = formats.scale_from_amax(largest[:, i], FORMATS[operand.format], operand.power_of_two)
-        columns.append(torch.where(largest[:, i] > 0, scale, 1.0))
+        found = [operand for _, _, operand in operands(recipe, tensor)] or [Operand()]
+        scale = formats.scale_from_amax(most[:, i], FORMATS[found[0].format], found[0].power_of_two)
+        columns.append(torch.where(most[:, i] > 0, scale, 1.0))
     rows = torch.stack(columns, dim=1)
     return {path: Triple(*row.unbind()) for path, row in zip(paths, rows.unbind(), strict=True)}
 

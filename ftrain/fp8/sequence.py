@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -24,7 +23,7 @@ def gather(matrix: Tensor, lead: Sequence[int], group: ProcessGroup) -> Tensor:
     """
     n, b, s, c = group.size(), prod(lead[:-1]), lead[-1], matrix.shape[1]
     wire = matrix.view(torch.uint8) if matrix.element_size() == 1 else matrix
-    got = functional.wait_tensor(functional.all_gather_tensor(wire.contiguous(), 0, group))
+    got = collectives.all_gather(wire, 0, group)
     got = got.view(n, b, s, c).transpose(0, 1).reshape(n * b * s, c)
     return got.view(matrix.dtype)
 
