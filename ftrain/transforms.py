@@ -54,19 +54,44 @@ def linearize(fn: Callable, weights: Tree, x: torch.Tensor, *consts: Any) -> tup
     is what lets gathered weights live only while their layer runs. Works for eager and compiled `fn`.
     """
     leaves, treedef = tree.flatten(weights)
-    leaves = [_differentiable(leaf) for leaf in leaves]
-    x = _differentiable(x)
+    ports = [_port(leaf) for leaf in (*leaves, x)]
+    with torch.enable_grad():
+        *leaves, x = (
+            leaf.detach() if port is None else _AtPort.apply(port, leaf.detach())
+            for port, leaf in zip(ports, (*leaves, x), strict=True)
+        )
     slot = _WeightSlot(leaves)
     with torch.enable_grad(), _saved_tensors_hooks_allowed(), saved_tensors_hooks(slot.pack, slot.unpack):
         y = fn(tree.unflatten(treedef, leaves), x, *consts)
-    edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in (*leaves, x)]
+    edges = [None if port is None else torch.autograd.graph.get_gradient_edge(port) for port in ports]
     slot.seal()
     return y.detach(), Pullback(y, edges, treedef, slot)
 
 
-def _differentiable(leaf: torch.Tensor) -> torch.Tensor:
-    is_fp8 = leaf.is_floating_point() and leaf.element_size() == 1
-    return leaf.detach().requires_grad_(leaf.is_floating_point() and not is_fp8)
+def _port(leaf: torch.Tensor) -> torch.Tensor | None:
+    """Where the gradient of `leaf` comes out: a tensor of its shape that occupies one number. None: it has none.
+
+    The graph holds on to its leaves, so a weight must not be one: it would live until the pullback has run.
+    """
+    if not leaf.is_floating_point() or leaf.element_size() == 1:  # fp8
+        return None
+    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape).requires_grad_()
+
+
+class _AtPort(torch.autograd.Function):
+    """A tensor as a function of its port."""
+
+    @staticmethod
+    def forward(port, leaf):
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
 
 
 class _View(NamedTuple):
