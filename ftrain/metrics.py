@@ -43,7 +43,7 @@ def open_sinks(recipe: Recipe, out: Path | None, step: int) -> list[Sink]:
             sinks.append(openers[name](recipe, out, step))
         except ImportError as error:
             raise RecipeError(
-                [f"metrics.{name}=true needs a package that is not installed ({error}): pip install {name}"]
+                [f"metrics.{name}=true needs {name}: pip install 'ftrain[{name}]' ({error})"]
             ) from error
     return sinks
 

@@ -181,7 +181,7 @@ def _finish(run, state, summary, progress, out) -> dict[str, Any]:
         try:
             save_loss_plot(out / "metrics.jsonl", out / "loss.png")
         except ImportError:
-            progress.say("no loss.png: it needs matplotlib, which `pip install matplotlib` brings")
+            progress.say("no loss.png: it needs matplotlib: pip install 'ftrain[plot]'")
         progress.say(f"all of it is in {out}")
     return summary
 

@@ -140,7 +140,7 @@ def test_sinks_that_need_something_say_so(tiny, tmp_path, monkeypatch):
         train(tiny("metrics.tensorboard=true", "metrics.profile_steps=[2]"), quiet=True)
     assert len(error.value.problems) == 2
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(RecipeError, match="metrics.wandb=true needs a package"):
+    with pytest.raises(RecipeError, match="metrics.wandb=true needs wandb: pip install"):
         train(tiny("metrics.wandb=true"), out=tmp_path, quiet=True)
 
 
