@@ -65,9 +65,9 @@ class Progress:
             self.say(progress_line(record, self.steps, seconds_left))
 
     def close(self) -> None:
-        """Leave the cursor on a line of its own."""
+        """Leave the last progress line where it is, and the cursor below it."""
         if self.drawn:
-            self._write("", end="")
+            print(file=self.stream, flush=True)
             self.drawn = 0
 
     def _write(self, text: str, end: str) -> None:
