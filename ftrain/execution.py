@@ -19,7 +19,7 @@ from ftrain.linear import Linear, make_linear
 from ftrain.sharding import COMPUTE_RULES, STORED_RULES, Mesh, Rule, plan
 from ftrain.transforms import jit
 
-LOGITS_BYTES = 1 << 31  # fp32 logits that one chunk of the loss may take on a rank
+LOGITS_BYTES = 1 << 32  # fp32 logits that one chunk of the loss may take on a rank
 
 
 @dataclass(frozen=True)

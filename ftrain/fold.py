@@ -16,7 +16,7 @@ import torch
 
 from ftrain import tree
 from ftrain.fsdp import Gather
-from ftrain.transforms import linearize
+from ftrain.transforms import add, linearize
 
 Tree = Any
 
@@ -229,4 +229,4 @@ def _add(total: Tree | None, grads: Tree, dtype: torch.dtype) -> Tree:
     """Sum of the chunks' gradients in the dtype they will be reduced in."""
     if total is None:
         return tree.map(lambda g: g.to(dtype, copy=True), grads)
-    return tree.map(lambda a, g: a.add_(g), total, grads)
+    return add(total, grads)

@@ -133,7 +133,8 @@ class Gather:
         grads = [node.gradient if isinstance(node, Fp8Weight) else node for node in nodes]
         observed = [node.observed if isinstance(node, Fp8Weight) else None for node in nodes]
         if self.group is None:
-            reduced = [grad.to(self.reduce_dtype) for grad in grads]
+            # With nobody to add to there is nothing to convert for: the optimizer reads any dtype.
+            reduced = [grad.to(self.reduce_dtype) for grad in grads] if self.replicate else grads
             return InFlight(self, observed, reduced, None, None).start_replicate()
         ranks = self.group.size()
         total = sum(wire.numel() for wire in self.wires)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ftrain import tree
+from ftrain.kernels import adamw as kernel
 from ftrain.schedules import Schedule, schedule
 
 __all__ = [
@@ -238,19 +239,17 @@ def adamw(
         g, m, v = tree.leaves(grads), tree.leaves(state.mu), tree.leaves(state.nu)
         if not donate:
             p, m, v = ([leaf.clone() for leaf in leaves] for leaves in (p, m, v))
-        g = _workable(g, m, overwrite=scale is not None, keep=not donate)
+        constants = {"count": count, "lr": rate(count), "beta1": beta1, "beta2": beta2, "eps": eps}
         for decays in (True, False):
+            constants["weight_decay"] = weight_decay if decays else 0.0
             chosen = [i for i, d in enumerate(tree.leaves(_decaying(mask, params))) if bool(d) is decays]
-            _adamw_(
-                *([leaves[i] for i in chosen if p[i].numel()] for leaves in (p, g, m, v)),
-                scale=scale,
-                count=count,
-                lr=rate(count),
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                weight_decay=weight_decay if decays else 0.0,
-            )
+            quick = [i for i in chosen if p[i].numel() and _kernel_fits(p[i], m[i], v[i])]
+            for i in quick:
+                kernel.adamw_(p[i], g[i].contiguous(), m[i], v[i], _factor(scale, p[i]), **constants)
+            rest = [i for i in chosen if p[i].numel() and i not in quick]
+            p_, g_, m_, v_ = ([leaves[i] for i in rest] for leaves in (p, g, m, v))
+            g_ = _workable(g_, m_, overwrite=scale is not None, keep=not donate)
+            _adamw_(p_, g_, m_, v_, scale=scale, **constants)
         new = (tree.unflatten(treedef, leaves) for leaves in (p, m, v))
         return next(new), AdamState(count, *new)
 
@@ -319,6 +318,14 @@ def _check_same(params: Tree, other: Tree) -> None:
             raise ValueError(
                 f"{path}: the parameter is {tuple(p.shape)}, its gradient or update {tuple(g.shape)}"
             )
+
+
+def _kernel_fits(*tensors: torch.Tensor) -> bool:
+    return all(t.dtype == torch.float32 and t.is_contiguous() and kernel.runs_on(t) for t in tensors)
+
+
+def _factor(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=like.device)
 
 
 def _workable(grads, moments, *, overwrite: bool, keep: bool) -> list[torch.Tensor]:

@@ -155,13 +155,16 @@ def grad_and_value(fn: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[...,
     """`fn(tree, *args) -> (scalar, aux)` to `(tree, *args) -> (gradient tree, (scalar, aux))`, by torch.func.
 
     The tree is flattened by optree first: torch's own pytree keeps the order in which a dict was built, and takes
-    None for a leaf.
+    None for a leaf. A gradient has the dtype that it was made in, such as bfloat16 for a float32 parameter used in
+    bfloat16: converting it is a pass over memory that an optimizer that reads both dtypes has no use for.
     """
 
     def of(params: Tree, *args: Any) -> tuple[Tree, tuple[torch.Tensor, Any]]:
         leaves, treedef = tree.flatten(params)
 
         def flat(leaves: tuple, *args: Any) -> tuple[torch.Tensor, Any]:
+            for leaf in leaves:
+                leaf.grad_dtype = None  # any
             return fn(tree.unflatten(treedef, list(leaves)), *args)
 
         grads, value = torch.func.grad_and_value(flat, has_aux=True)(tuple(leaves), *args)
@@ -189,8 +192,8 @@ def accumulate(
 
 
 def add(total: Tree, grads: Tree) -> Tree:
-    """total + grads, in total's buffers."""
-    return tree.map(lambda a, b: a.add_(b), total, grads)
+    """total + grads in float32 or better, in total's buffers where they are."""
+    return tree.map(lambda a, b: a.to(torch.promote_types(a.dtype, torch.float32)).add_(b), total, grads)
 
 
 def maximum(total: Tree, values: Tree) -> Tree:

@@ -24,8 +24,8 @@ from ftrain import collectives
 from . import formats, sequence
 from .casts import Codes, cast_all, jobs, shared
 from .formats import Scaled
-from .matmul import scaled_mm
-from .recipes import SPLIT, Recipe, left, right
+from .matmul import block_scaled_mm, scaled_mm
+from .recipes import SPLIT, Product, Recipe, left, operands, right
 
 
 class History(NamedTuple):
@@ -99,12 +99,14 @@ def scaled_weight(w: Tensor, scale: Tensor, dtype: torch.dtype, grad_dtype: torc
 
 
 class _Plan(NamedTuple):
-    """What is static in a call: the recipe, where the ranks stand, and whether the weight came as codes."""
+    """What is static in a call: the recipe, where the ranks stand, whether the weight came as codes, and whether
+    the codes of x that grad_weight takes are transposed already."""
 
     recipe: Recipe
     form: str
     group: ProcessGroup | None
     weight_is_codes: bool
+    x_is_transposed: bool
 
 
 def _apply(x, weights, recipe, form, group, x_history, g_histories) -> tuple[Tensor, ...]:
@@ -128,7 +130,7 @@ def _apply(x, weights, recipe, form, group, x_history, g_histories) -> tuple[Ten
         x_split = ""
 
     uses = [("output", first), ("grad_weight", second if torch.is_grad_enabled() else None)]
-    todo = jobs(source.detach().flatten(0, -2), "x", x_split, uses, x_scale)
+    todo = jobs(source.detach().flatten(0, -2), "x", x_split, uses, x_scale, both=not gather_codes)
     n_x = len(todo)
     for w in weights:
         if not isinstance(w, Scaled):
@@ -136,10 +138,13 @@ def _apply(x, weights, recipe, form, group, x_history, g_histories) -> tuple[Ten
     codes = cast_all(todo, group)
     x_codes, w_codes = codes[:n_x], iter(codes[n_x:])
     if gather_codes:
-        x_codes = [Codes(*sequence.gather_codes(*c, x.shape[:-1], group)) for c in x_codes]
-    for_output = x_codes[0] if first else (None, None)
+        x_codes = [Codes(*sequence.gather_codes(c.data, c.scale, x.shape[:-1], group)) for c in x_codes]
+    for_output = x_codes[0][:2] if first else (None, None)
     once = shared(first, second)  # then grad_weight takes the codes of output, and they are not passed twice
-    for_grad_weight = (None, None) if once or not x_codes or not second else x_codes[-1]
+    for_grad_weight = (None, None) if once or not x_codes or not second else x_codes[-1][:2]
+    transposed = once and x_codes[0].data_t is not None
+    if transposed:
+        for_grad_weight = (x_codes[0].data_t, x_codes[0].scale)
 
     outputs = []
     mains = _FanOut.apply(main, len(weights)) if len(weights) > 1 else (main,)
@@ -148,8 +153,8 @@ def _apply(x, weights, recipe, form, group, x_history, g_histories) -> tuple[Ten
         if isinstance(w, Scaled):
             w_main, weight = w.port, (w.data, w.scale)
         else:
-            w_main, weight = w, next(w_codes) if first else (None, None)
-        plan = _Plan(recipe, form, group, isinstance(w, Scaled))
+            w_main, weight = w, next(w_codes)[:2] if first else (None, None)
+        plan = _Plan(recipe, form, group, isinstance(w, Scaled), transposed)
         args = (*for_output, *for_grad_weight, w_main, *weight, *g_history)
         outputs.append(_Product.apply(plan, mains[i], *args))
     return tuple(outputs)
@@ -158,6 +163,10 @@ def _apply(x, weights, recipe, form, group, x_history, g_histories) -> tuple[Ten
 def _refuse(x, weights, recipe, form, group, x_history, g_histories) -> None:
     if x.ndim < 2:
         raise ValueError(f"fp8 linear: x is {tuple(x.shape)}; it needs a dim of tokens and one of features.")
+    if form != "local" and any(operand.granularity == "block" for _, _, operand in operands(recipe)):
+        raise ValueError(
+            f"{form}-parallel fp8 linear with recipe {recipe.name!r}: a block of 128 would lie on two ranks."
+        )
     if form == "row" and x.shape[-2] % group.size():
         raise ValueError(
             f"row-parallel fp8 linear: x is {tuple(x.shape)}; its sequence, {x.shape[-2]}, must be a "
@@ -237,7 +246,7 @@ class _Product(torch.autograd.Function):
         if product is None:
             y = x.flatten(0, -2) @ w.t().to(x.dtype)
         else:
-            y = scaled_mm(x_data, w_data, x_scale, w_scale, x.dtype, product.fast_accumulation)
+            y = _product(product, Codes(x_data, x_scale), Codes(w_data, w_scale), x.dtype)
         y = y.view(*x.shape[:-1], y.shape[-1])
         if plan.form == "row":
             y = collectives.reduce_scatter(y, y.ndim - 2, plan.group)
@@ -252,7 +261,8 @@ class _Product(torch.autograd.Function):
         same = shared(right(plan.recipe, "output"), right(plan.recipe, "grad_input"))
         if not (plan.weight_is_codes or same):
             w_scale = None
-        if shared(left(plan.recipe, "output"), right(plan.recipe, "grad_weight")):
+        once = shared(left(plan.recipe, "output"), right(plan.recipe, "grad_weight"))
+        if once and not plan.x_is_transposed:
             xt_data, xt_scale = x_data, x_scale
         ctx.save_for_backward(
             xt_data if plan.recipe.grad_weight else x,
@@ -286,24 +296,24 @@ class _Pullback(torch.autograd.Function):
         if plan.form == "row" and not gather_codes:
             g, g_split = sequence.gather(g, lead, plan.group), ""
         uses = [("grad_input", left(recipe, "grad_input")), ("grad_weight", left(recipe, "grad_weight"))]
-        todo = jobs(g, "g", g_split, uses, g_scale)
+        todo = jobs(g, "g", g_split, uses, g_scale, both=not gather_codes)
         n_g = len(todo)
         if to_input is not None and not plan.weight_is_codes:
             todo += jobs(w_saved, "w", SPLIT[plan.form]["w"], [("grad_input", to_input.right)], w_scale)
         codes = cast_all(todo, plan.group)
         g_codes, w_codes = codes[:n_g], codes[n_g] if len(codes) > n_g else Codes(w_saved, w_scale)
         if gather_codes:
-            g_codes = [Codes(*sequence.gather_codes(*c, lead, plan.group)) for c in g_codes]
+            g_codes = [Codes(*sequence.gather_codes(c.data, c.scale, lead, plan.group)) for c in g_codes]
 
         if to_input is None:
             grad_x = g @ w_saved.to(g.dtype)
         else:
-            grad_x = _product(g_codes[0], w_codes.t(), x_dtype, to_input.fast_accumulation)
+            grad_x = _product(to_input, g_codes[0], w_codes.t(), x_dtype)
         if to_weight is None:
             grad_w = (g.t() @ x_saved.flatten(0, -2)).to(w_dtype)
         else:
-            x_codes = Codes(x_saved, x_scale)
-            grad_w = _product(g_codes[-1].t(), x_codes.t(), w_dtype, to_weight.fast_accumulation)
+            x_codes_t = Codes(x_saved, x_scale) if plan.x_is_transposed else Codes(x_saved, x_scale).t()
+            grad_w = _product(to_weight, g_codes[-1].t(), x_codes_t, w_dtype)
         return grad_x.view(x_shape), grad_w, g_amax
 
     @staticmethod
@@ -315,5 +325,7 @@ class _Pullback(torch.autograd.Function):
         raise RuntimeError("an fp8 linear layer has no second derivative")
 
 
-def _product(a: Codes, b_t: Codes, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    return scaled_mm(a.data, b_t.data, a.scale, b_t.scale, dtype, fast_accum)
+def _product(product: Product, a: Codes, b_t: Codes, dtype: torch.dtype) -> Tensor:
+    if product.left.granularity == "block":
+        return block_scaled_mm(a.data, b_t.data, a.scale, b_t.scale, dtype)
+    return scaled_mm(a.data, b_t.data, a.scale, b_t.scale, dtype, product.fast_accumulation)

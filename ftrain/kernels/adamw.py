@@ -1,0 +1,90 @@
+"""AdamW on one tensor, in place, in one pass over its memory.
+
+torch's fused kernel wants the gradient in the parameter's dtype and writes it back when it is scaled. This one reads a
+bfloat16 gradient as it is and the clip factor from the device, and writes nothing but the parameter and its moments:
+26 bytes an element instead of 34, with the copy to float32 before it.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+def adamw_(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    factor: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    count: int,
+) -> None:
+    """One update of AdamW (arXiv:1711.05101, algorithm 2) in place. p, m, v: float32, g: float32 or bfloat16, one
+    shape, contiguous. factor: float32 (), multiplies the gradient. count: the number of this update, from 1."""
+    scalars = (
+        1.0 - beta1,
+        1.0 - beta2,
+        1.0 - lr * weight_decay,
+        lr / (1.0 - beta1**count),
+        (1.0 - beta2**count) ** 0.5,
+    )
+    if runs_on(p):
+        _launch(p, g, m, v, factor, beta1, beta2, eps, scalars)
+    else:
+        _plain(p, g, m, v, factor, beta1, beta2, eps, scalars)
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether the kernel can run where x is."""
+    return x.is_cuda and HAS_TRITON
+
+
+def _plain(p, g, m, v, factor, beta1, beta2, eps, scalars) -> None:
+    # Every product is rounded before it is added, as in the kernel: no fused multiply-add, on any device.
+    one_minus_beta1, one_minus_beta2, decay, rate, second = scalars
+    g = g.float() * factor
+    m.copy_(m * beta1 + g * one_minus_beta1)
+    v.copy_(v * beta2 + (g * g) * one_minus_beta2)
+    p.copy_(p * decay - (m / (v.sqrt() / second + eps)) * rate)
+
+
+def _launch(p, g, m, v, factor, beta1, beta2, eps, scalars) -> None:
+    n = p.numel()
+    block = 1024
+    with torch.cuda.device(p.device):
+        _kernel()[(-(-n // block),)](
+            p, g, m, v, factor, n, beta1, beta2, eps, *scalars, BLOCK=block, num_warps=4, enable_fp_fusion=False
+        )
+
+
+@cache
+def _kernel():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(
+        p_ptr, g_ptr, m_ptr, v_ptr, factor_ptr, n, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, decay, rate,
+        second, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        here = at < n
+        g = tl.load(g_ptr + at, here, other=0.0).to(tl.float32) * tl.load(factor_ptr)
+        m = tl.load(m_ptr + at, here, other=0.0) * beta1 + g * one_minus_beta1
+        v = tl.load(v_ptr + at, here, other=0.0) * beta2 + (g * g) * one_minus_beta2
+        step = tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), second) + eps)
+        p = tl.load(p_ptr + at, here, other=0.0) * decay - step * rate
+        tl.store(m_ptr + at, m, here)
+        tl.store(v_ptr + at, v, here)
+        tl.store(p_ptr + at, p, here)
+
+    return kernel
