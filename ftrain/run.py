@@ -88,6 +88,7 @@ class Run:
             plans=self.plans,
             micro_batches=self.micro_batches,
             donate=True,
+            skip_nonfinite=recipe.train.on_nonfinite == "skip",
         )
         self._evaluate = make_eval_step(self.model.loss, mesh=self.mesh)
 

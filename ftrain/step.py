@@ -54,6 +54,7 @@ def make_train_step(
     plans: Tree | None = None,
     micro_batches: int = 1,
     donate: bool = False,
+    skip_nonfinite: bool = False,
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict]]:
     """A pure `step(state, batch) -> (state, metrics)`.
 
@@ -64,7 +65,9 @@ def make_train_step(
     post: transforms of the new state, such as fp8's precomputed scales.
     donate: reuse the buffers of the state passed in, as jax.jit's donate_argnums does. The parameters and moments of
         the old state then hold the new values: use only the state that comes out.
+    skip_nonfinite: where the gradient's norm is not finite, nothing but `step` changes.
     metrics: loss (mean per token over all ranks), grad_norm (global, before clipping), tokens: 0-d tensors; lr: float.
+        Where no token counts, the loss and the gradient are 0.
 
     Raises ValueError when the batch does not divide in `micro_batches`.
     """
@@ -89,11 +92,24 @@ def make_train_step(
         if mesh.shape.tensor > 1:
             grads = sum_over_tensor(grads, plans, mesh)
         params, opt_state, stats = optim.step(
-            optimizer, grads, to_local(state.opt_state), params, scale=1.0 / count, donate=donate
+            optimizer,
+            grads,
+            to_local(state.opt_state),
+            params,
+            scale=1.0 / count.clamp(min=1),
+            donate=donate,
+            skip_nonfinite=skip_nonfinite,
         )
+        metrics = {
+            "loss": total / count.clamp(min=1),
+            "grad_norm": stats["grad_norm"],
+            "lr": stats["lr"],
+            "tokens": count,
+        }
+        if skip_nonfinite and not bool(torch.isfinite(stats["grad_norm"])):
+            return state._replace(step=state.step + 1), metrics
         fp8_state = state.fp8_state and state.fp8_state._replace(observed=observed if tree.leaves(ports) else None)
         new = TrainState(state.step + 1, like(params, state.params), like(opt_state, state.opt_state), fp8_state)
-        metrics = {"loss": total / count, "grad_norm": stats["grad_norm"], "lr": stats["lr"], "tokens": count}
         return apply_post(new, post), metrics
 
     return step
