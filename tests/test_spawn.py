@@ -84,7 +84,9 @@ import os, sys
 from ftrain.spawn import spawn
 sys.exit(spawn(2, [sys.executable, "-c", sys.argv[1]], os.environ, stop=20))
 """
-RANK = "import os, signal, sys, time; signal.signal(signal.SIGTERM, {}); os.write(1, b'up\\n'); time.sleep(60)"
+RANK = (
+    "import os, signal, sys, time; signal.signal(signal.SIGTERM, {}); os.write(1, b'up\\n'); time.sleep(60)"
+)
 POLITE, DEAF = RANK.format("lambda *_: sys.exit(143)"), RANK.format("signal.SIG_IGN")
 
 
