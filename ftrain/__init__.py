@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .models import llama
     from .recipe import Recipe, RecipeError, load_recipe
     from .run import Run
-    from .step import TrainState, make_eval_step, make_train_step
+    from .step import TrainState, init_state, make_eval_step, make_train_step
 
 # name -> (module, attribute); an attribute of None is the module itself.
 _WHERE = {
@@ -25,6 +25,7 @@ _WHERE = {
     "load_recipe": ("ftrain.recipe", "load_recipe"),
     "Run": ("ftrain.run", "Run"),
     "TrainState": ("ftrain.step", "TrainState"),
+    "init_state": ("ftrain.step", "init_state"),
     "make_eval_step": ("ftrain.step", "make_eval_step"),
     "make_train_step": ("ftrain.step", "make_train_step"),
 }
@@ -36,6 +37,7 @@ __all__ = [
     "TrainState",
     "collectives",
     "fp8",
+    "init_state",
     "llama",
     "load_recipe",
     "make_eval_step",

@@ -35,6 +35,7 @@ from ftrain.nn import (
     swiglu,
 )
 from ftrain.param import ONES, Param, normal
+from ftrain.sharding import initialize
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,13 @@ def abstract(cfg: Config) -> dict:
     if cfg.tie_embeddings:
         del params["output"]
     return params
+
+
+def init(cfg: Config, seed: int = 0, execution: Execution | None = None) -> dict:
+    """Initial parameters, float32, laid out as `execution` stores them (default: one rank, plain tensors)."""
+    ex = execution or Execution()
+    declared = abstract(cfg)
+    return initialize(declared, ex.plans(declared), ex.mesh, seed)
 
 
 def product_weights(cfg: Config) -> tuple[str, ...]:
