@@ -9,6 +9,7 @@ first, `shard` within. Ranks are numbered so that tensor peers are neighbours al
 """
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -285,7 +286,9 @@ def initialize(abstract: Any, plans: Any, mesh: Mesh, seed: int) -> Any:
         local = initial_rows(path, param, seed, rows.start, rows.stop)[(slice(None), *rest)]
         return from_local(local.contiguous().to(mesh.device), param.shape, layout.stored, mesh)
 
-    return tree.map_named(one, abstract, plans)
+    leaves, treedef = tree.flatten(abstract)
+    with ThreadPoolExecutor() as pool:  # torch draws without the interpreter's lock
+        return tree.unflatten(treedef, list(pool.map(one, tree.names(abstract), leaves, tree.leaves(plans))))
 
 
 def from_local(local: torch.Tensor, shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> torch.Tensor:
