@@ -51,7 +51,7 @@ def test_high_precision_is_plain_torch():
     assert torch.equal(y, wanted) and same(grads, wanted_grads)
 
 
-@pytest.mark.parametrize("name", DYNAMIC + ["delayed"])
+@pytest.mark.parametrize("name", DYNAMIC + ["delayed", "blockwise"])
 def test_signal_to_noise_of_outputs_and_gradients(name):
     x, (w,), (g,) = example(torch.float32, (256,), s=128, k=512)
     (y,), (gx, gw) = run(name, x, w, g)

@@ -40,7 +40,12 @@ def theirs(torchao, x, w, g, name):
     module.weight = torch.nn.Parameter(w.clone())
     module = torchao["linear"].from_float(module, torchao["config"].from_recipe_name(name))
     x = x.clone().requires_grad_()
-    y = module(x)
+    try:
+        y = module(x)
+    except RuntimeError as error:
+        if "only supports per-tensor scaling for CPU" in str(error):
+            pytest.skip("this torch has no row-scaled product on the CPU, which torchao asks for")
+        raise
     return y.detach(), *torch.autograd.grad(y, [x, module.weight], g)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
@@ -66,6 +67,24 @@ def amax(x: Tensor, dim: int | None = None) -> Tensor:
     if x.shape[dim] == 0:
         return x.sum(dim=dim, keepdim=True)
     return x.abs().amax(dim=dim, keepdim=True)
+
+
+def block_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """max|x| of every tile of (rows, columns) in a matrix (R, C), in x's dtype.
+
+    The result is (ceil(R / rows), ceil(C / columns)); tiles at the end may be smaller.
+    """
+    (r, c), (rows, columns) = x.shape, tile
+    if x.numel() == 0:
+        return x.new_zeros(-(-r // rows), -(-c // columns))
+    whole = F.pad(x.abs(), (0, -c % columns, 0, -r % rows))
+    return whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax(dim=(1, 3))
+
+
+def spread(scale: Tensor, shape: torch.Size, tile: tuple[int, int]) -> Tensor:
+    """One scale for every element of a matrix from one for every tile of it."""
+    rows, columns = tile
+    return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: shape[0], : shape[1]]
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:

@@ -99,8 +99,8 @@ def scaled_weight(w: Tensor, scale: Tensor, dtype: torch.dtype, grad_dtype: torc
 
 
 class _Plan(NamedTuple):
-    """What is static in a call: the recipe, where the ranks stand, whether the weight came as codes, and whether
-    the codes of x that grad_weight takes are transposed already."""
+    """What is static in a call: the recipe, where the ranks stand, whether the weight came as codes, and
+    whether the codes of x that grad_weight takes are transposed already."""
 
     recipe: Recipe
     form: str

@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 MULTIPLE = 16  # cuBLAS takes K and N in multiples of 16 bytes
+BLOCK = 128  # elements along K, and rows of a square tile, that share a block scale
 
 
 def padding(size: int) -> int:
@@ -49,16 +51,61 @@ def scaled_mm(
     else:
         # torch's kernels with row scales write bfloat16 only.
         inverse_a, inverse_b = inverse_a.expand(m, 1), inverse_b.expand(b_t.shape[0], 1).t()
-        if fast_accum:
+        if fast_accum and a.is_cuda:
             out = _mm(a, b_t, inverse_a.contiguous(), inverse_b.contiguous(), torch.bfloat16, True)
         else:
-            # The row-scaled kernel is slow without fast accumulation: take the tensor-scaled one and scale
-            # after.
+            # The row-scaled kernel is slow without fast accumulation, and not every torch has one for the
+            # CPU: take the tensor-scaled one and scale after. For powers of two the bits are the same.
             one = torch.ones((), dtype=torch.float32, device=a.device)
             out = _mm(a, b_t, one, one, torch.bfloat16, False)
             out = (out * (inverse_a * inverse_b)).to(torch.bfloat16)
         out = out.to(out_dtype)
     return out if out.shape[1] == n else out[:, :n].contiguous()
+
+
+def block_scaled_mm(
+    a: Tensor, b_t: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """`scaled_mm` of e4m3 codes with a scale for every 128 elements along K, or for every tile of 128 by 128.
+
+    a: (M, K), b_t: (N, K). scale_a: float32 (M, ceil(K / 128)) or (ceil(M / 128), ceil(K / 128)); scale_b:
+    likewise with N; not both by tiles. Hopper only; elsewhere the same sum is done in float32, for tests.
+    """
+    (m, k), n = a.shape, b_t.shape[0]
+    if 0 in (m, k, n):
+        return torch.zeros((m, n), dtype=out_dtype, device=a.device)
+    by_row = scale_a.shape[0] == m, scale_b.shape[0] == n
+    if not a.is_cuda:
+        wide = []
+        for codes, scale, row in ((a, scale_a, by_row[0]), (b_t, scale_b, by_row[1])):
+            each = scale.repeat_interleave(BLOCK, 1)
+            each = each if row else each.repeat_interleave(BLOCK, 0)
+            wide.append(codes.to(torch.float32) / each[: codes.shape[0], :k])
+        return (wide[0] @ wide[1].t()).to(out_dtype)
+    rows_a, rows_b, columns = -m % 4, -n % MULTIPLE, -k % BLOCK
+    a, b_t = _pad(a, rows_a, columns), _pad(b_t, rows_b, columns)
+    recipes = [ScalingType.BlockWise1x128 if row else ScalingType.BlockWise128x128 for row in by_row]
+    scales = [
+        _block_layout(_reciprocal(scale), row, rows)
+        for scale, row, rows in zip((scale_a, scale_b), by_row, (a.shape[0], b_t.shape[0]), strict=True)
+    ]
+    out = F.scaled_mm(
+        a.contiguous(),
+        b_t.contiguous().t(),
+        scales[0],
+        recipes[0],
+        scales[1],
+        recipes[1],
+        output_dtype=torch.bfloat16,
+    )
+    return out[:m, :n].to(out_dtype).contiguous()
+
+
+def _block_layout(inverse: Tensor, by_row: bool, rows: int) -> Tensor:
+    """cuBLAS's order: scales by row have the rows innermost, those of tiles K, padded to 4."""
+    if by_row:
+        return F.pad(inverse, (0, 0, 0, rows - inverse.shape[0]), value=1.0).t().contiguous().t()
+    return F.pad(inverse, (0, -inverse.shape[1] % 4), value=1.0).contiguous().t()
 
 
 def _mm(

@@ -64,9 +64,9 @@ def _kernel():
         here = (r < rows)[:, None] & (c < columns)[None, :]
         x = tl.load(x_ptr + r.to(tl.int64)[:, None] * columns + c[None, :], here, other=0.0).to(tl.float32)
         y = x * tl.load(scale_ptr)
-        y = tl.minimum(tl.maximum(y, -limit), limit)
-        # x - x is 0 for a number and NaN for NaN and Inf, which the clamp would have hidden.
-        y = y + (x - x)
+        # The clamp would hide NaN and Inf: x - x is 0 for a number only, and y is NaN where the scale is.
+        is_number = (x - x == 0) & (y == y)
+        y = tl.where(is_number, tl.minimum(tl.maximum(y, -limit), limit), float("nan"))
         if E5M2:
             codes = y.to(tl.float8e5).to(tl.uint8, bitcast=True)
         else:
