@@ -17,7 +17,10 @@ import torch.distributed._functional_collectives as functional
 
 Group = dist.ProcessGroup | None
 
-# torch 2.13 renamed these and warns of the old names.
+# torch 2.13 renamed these and warns of the old names. The first two write into a tensor that they are given and can
+# be left in flight: what fsdp.py's buffers need.
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ftrain import tree
-from ftrain.collectives import Group, all_reduce_max
+from ftrain.collectives import Group, all_gather_into, all_reduce_max, reduce_scatter_into
 from ftrain.fp8.formats import Scaled, amax, cast, scale_from_amax
 from ftrain.fp8.linear import scaled_weight
 from ftrain.fp8.state import Fp8Weight, WeightState, state_gradients
@@ -114,7 +114,7 @@ class Gather:
             offset = wire.offset_after(offset)
         payloads = [_bytes(p) if wire.is_codes else p for wire, p in zip(self.wires, payloads, strict=True)]
         torch._foreach_copy_(slots, payloads)
-        work = dist.all_gather_into_tensor(buffer.view(-1), send, group=self.group, async_op=True)
+        work = all_gather_into(buffer.view(-1), send, group=self.group, async_op=True)
         return Arriving(self, states, scales, None, buffer, work)
 
     def _scales(self, shards: list, states: list) -> list[torch.Tensor | None]:
@@ -153,7 +153,7 @@ class Gather:
                 pieces[whole : whole + 1, :rest].copy_(grad[rows:])
             offset += wire.numel()
         mine = torch.empty(total, dtype=self.reduce_dtype, device=buffer.device)
-        work = dist.reduce_scatter_tensor(mine, buffer.view(-1), group=self.group, async_op=True)
+        work = reduce_scatter_into(mine, buffer.view(-1), group=self.group, async_op=True)
         return InFlight(self, observed, None, (mine, buffer), work)
 
 
