@@ -81,7 +81,8 @@ def make_train_step(
 
         def value(inputs, micro):
             params, ports = inputs
-            return loss(params, micro) if weights is None else loss(params, micro, fp8=tree.combine(ports, known))
+            kwargs = {} if weights is None else {"fp8": tree.combine(ports, known)}
+            return _tensors(*loss(params, micro, **kwargs))
 
         (grads, observed), values = accumulate(
             lambda micro: grad_and_value(value)((params, ports), micro),
@@ -122,7 +123,8 @@ def make_eval_step(loss: Callable, *, mesh: Mesh | None = None) -> Callable[[Tra
     def evaluate(state: TrainState, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
         kwargs = {} if state.fp8_state is None else {"fp8": state.fp8_state.weights}
         with torch.no_grad():
-            return _over_ranks([loss(to_local(state.params), batch, **kwargs)], mesh, torch.float64)
+            pair = _tensors(*loss(to_local(state.params), batch, **kwargs))
+            return _over_ranks([pair], mesh, torch.float64)
 
     return evaluate
 
@@ -184,6 +186,11 @@ def make_global_norm(mesh: Mesh, plans: Tree) -> Callable[[Tree], torch.Tensor]:
 def is_replicated_over_tensor(plan: Plan) -> bool:
     """Whether every tensor peer holds this parameter whole."""
     return plan.stored.dim_of("tensor") is None
+
+
+def _tensors(total: torch.Tensor, count: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a loss returned, its count a tensor also where a loss of one's own gives a plain number."""
+    return total, torch.as_tensor(count, device=total.device)
 
 
 def _over_ranks(values: list[tuple], mesh: Mesh, dtype: torch.dtype = torch.float32) -> tuple:

@@ -5,6 +5,7 @@
 
 import shutil
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -192,8 +193,23 @@ def accumulate(
 
 
 def add(total: Tree, grads: Tree) -> Tree:
-    """total + grads in float32 or better, in total's buffers where they are."""
-    return tree.map(lambda a, b: a.to(torch.promote_types(a.dtype, torch.float32)).add_(b), total, grads)
+    """total + grads in float32 or better, in total's buffers where they are.
+
+    A buffer that two leaves share, as the gradient of both terms of a sum may be, or that is a number repeated, is
+    left alone.
+    """
+    places = Counter(_place(leaf) for leaf in tree.leaves(total))
+
+    def one(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        wide = a.to(torch.promote_types(a.dtype, torch.float32))
+        is_shared = wide is a and (places[_place(a)] > 1 or 0 in a.stride())
+        return wide + b if is_shared else wide.add_(b)
+
+    return tree.map(one, total, grads)
+
+
+def _place(leaf: torch.Tensor) -> tuple[int, int]:
+    return leaf.untyped_storage()._cdata, leaf.storage_offset()  # not data_ptr: the meta device has none
 
 
 def maximum(total: Tree, values: Tree) -> Tree:
@@ -206,7 +222,13 @@ def maximum(total: Tree, values: Tree) -> Tree:
 
 def jit(fn: Callable) -> Callable:
     """`fn` compiled whole: one graph a shape, an error where it would break."""
-    return torch.compile(fn, fullgraph=True, dynamic=False)
+
+    def alone(*args: Any) -> Any:
+        return fn(*args)
+
+    # torch counts compilations per code object and refuses the ninth: models of one session must not share one.
+    alone.__code__ = alone.__code__.replace()
+    return torch.compile(alone, fullgraph=True, dynamic=False)
 
 
 def why_no_jit(device: torch.device) -> str | None:
