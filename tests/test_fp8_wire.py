@@ -164,7 +164,7 @@ def test_with_histories_tensor_parallel_layers_reduce_no_amax_at_all(ranks):
     softmax = maxima("fp8.recipe=none")
     assert softmax == 1
     assert maxima("fp8.recipe=delayed") == softmax + 1
-    # Dynamic scales span ranks: of 4 inputs and 7 output gradients of a layer, and 1 and 1 of the head. Those of
+    # Dynamic scales span ranks: of 4 inputs and 7 output gradients of a layer, 1 and 1 of the head. Those of
     # weights take one more, for the whole step.
     assert maxima() == softmax + 2 * (4 + 7) + 2 + 1
 
