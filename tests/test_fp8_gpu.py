@@ -8,6 +8,7 @@ from ftrain.fp8.formats import block_amax, spread
 from ftrain.fp8.linear import linear
 from ftrain.fp8.matmul import block_scaled_mm
 from ftrain.fp8.measure import sqnr
+from ftrain.fp8.precompute import weight_amaxes
 from ftrain.kernels.cast import cast_both
 
 pytestmark = [
@@ -165,6 +166,15 @@ def test_blockwise_signal_to_noise(shape):
     y, gx, gw = pull(RECIPES["blockwise"], x, w, g)
     wanted, wanted_gx, wanted_gw = pull(RECIPES["none"], x, w, g)
     assert sqnr(wanted, y) > 25 and sqnr(wanted_gx, gx) > 22 and sqnr(wanted_gw, gw) > 22
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_amaxes_of_all_weights_are_those_of_the_cpu(bad):
+    torch.manual_seed(0)
+    weights = [torch.randn(300, 70).bfloat16(), torch.randn(5, 3), torch.empty(0, 4), torch.randn(999, 513)]
+    assert torch.equal(weight_amaxes([w.cuda() for w in weights]).cpu(), weight_amaxes(weights))
+    weights[3][500, 400] = bad
+    assert weight_amaxes([w.cuda() for w in weights]).isinf().tolist() == [False, False, False, True]
 
 
 def test_a_users_mixed_recipe_runs():

@@ -58,7 +58,7 @@ def test_a_users_own_table():
     ("value", "said"),
     [
         ("tensorwis", ["fp8.recipe: 'tensorwis'", "did you mean 'tensorwise'"]),
-        (3, ["fp8.recipe: 3 is a int"]),
+        (3, ["fp8.recipe: 3 is of type int"]),
         ({"base": "rowise"}, ["fp8.recipe.base: 'rowise'", "'rowwise'"]),
         ({"output": "high"}, ["fp8.recipe.grad_input: missing", "fp8.recipe.grad_weight: missing"]),
         ({"base": "none", "outptu": "high"}, ["fp8.recipe.outptu: unknown key", "'output'"]),

@@ -111,6 +111,7 @@ def _block_layout(inverse: Tensor, by_row: bool, rows: int) -> Tensor:
 def _mm(
     a: Tensor, b_t: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
+    # torch.nn.functional.scaled_mm is the public name, but up to torch 2.11 it has no CPU kernel.
     return torch._scaled_mm(
         a.contiguous(), b_t.contiguous().t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast_accum
     )

@@ -42,7 +42,8 @@ def parse(value: str | dict[str, Any], path: str = "fp8.recipe") -> Recipe:
             f"or a table with {_list(PRODUCTS)}."
         )
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: {value!r} is a {type(value).__name__}; a recipe is a name or a table.")
+        kind = type(value).__name__
+        raise ValueError(f"{path}: {value!r} is of type {kind}; a recipe is a name or a table.")
     problems = _unknown(value, ("name", "base", *PRODUCTS), path)
     name, base = value.get("name", "custom"), value.get("base")
     if not isinstance(name, str):

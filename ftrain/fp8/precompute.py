@@ -25,12 +25,12 @@ def weight_amaxes(
     hold a part of any weight, None for one rank. A weight with NaN or Inf gives Inf: no backend's maximum
     drops Inf, and gloo's can drop NaN.
     """
-    device = shards[0].device if shards else None
-    amaxes = torch.zeros(len(shards), dtype=torch.float32, device=device)
-    full = [i for i, shard in enumerate(shards) if shard.numel()]
-    if full:
-        norms = torch._foreach_norm([shards[i].detach() for i in full], float("inf"))
-        amaxes[full] = torch.stack([norm.to(torch.float32) for norm in norms])
+    if not shards:
+        return torch.zeros(0)
+    full = [shard.detach() for shard in shards if shard.numel()]
+    norms = iter(torch._foreach_norm(full, float("inf")) if full else [])
+    zero = torch.zeros((), device=shards[0].device)
+    amaxes = torch.stack([next(norms).to(torch.float32) if shard.numel() else zero for shard in shards])
     amaxes = torch.where(amaxes.isnan(), float("inf"), amaxes)
     return amaxes if all_reduce_max is None else all_reduce_max(amaxes)
 
