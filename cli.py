@@ -70,20 +70,31 @@ def train(recipe, overrides, nproc, out, quiet):
 @set_option
 @nproc_option
 @click.option("--checkpoint", type=click.Path(), help="A checkpoint, or a run's folder: its newest one.")
+@click.option(
+    "--parity", is_flag=True, help="Compare a batch's loss and gradients with a plain float32 reference."
+)
 @json_option
-def validate(recipe, overrides, nproc, checkpoint, as_json):
-    """Evaluate a checkpoint on the held-out data of RECIPE.
+def validate(recipe, overrides, nproc, checkpoint, parity, as_json):
+    """Evaluate a checkpoint on the held-out data of RECIPE; with --parity, prove that RECIPE computes right.
 
     \b
     ftrain validate debug --checkpoint runs/debug
+    ftrain validate debug --parity --nproc 2 --set fp8.recipe=tensorwise
     """
-    options = ["--checkpoint", checkpoint] * (checkpoint is not None) + ["--json"] * as_json
+    options = ["--checkpoint", checkpoint] * (checkpoint is not None) + ["--parity"] * parity
+    options += ["--json"] * as_json
     with speaking() as world:
         if start_ranks(world, nproc, "validate", recipe, overrides, options):
             return
+        from ftrain import parity as comparison
         from ftrain import trainer
 
         opened = open_recipe("validate", recipe, overrides, world)
+        if parity:
+            result = comparison.parity(opened, checkpoint=checkpoint, world=world)
+            if world.rank == 0:
+                click.echo(json.dumps(result) if as_json else comparison.text(result))
+            sys.exit(0 if result["passed"] else 1)
         result = trainer.validate(opened, checkpoint=checkpoint, world=world)
         if world.rank == 0:
             click.echo(json.dumps(result) if as_json else validation_text(result))
@@ -160,7 +171,7 @@ def speaking():
 
 def explain(error: BaseException, rank: int) -> tuple[int, str | None, BaseException | None]:
     """(exit code, message for the user, error whose traceback is worth showing) for what ended a command."""
-    from ftrain.launch import LOST_PEER
+    from ftrain.launch import LOST_PEER, is_lost_peer
 
     trainer = sys.modules.get("ftrain.trainer")
     if isinstance(error, KeyboardInterrupt):
@@ -172,6 +183,8 @@ def explain(error: BaseException, rank: int) -> tuple[int, str | None, BaseExcep
         expected = cause is None or error.lost_peer or is_ours(cause)
         code = LOST_PEER if error.lost_peer else 1
         return code, f"the run failed {error}", None if expected else cause
+    if is_lost_peer(error):  # before the first step, or after the last
+        return LOST_PEER, "another rank was lost", None
     if not is_ours(error):
         return 1, f"{type(error).__name__}: {error}", error
     return (2 if isinstance(error, ValueError) else 1), str(error), None

@@ -35,6 +35,7 @@ class Execution:
     compile: bool = False
     loss_chunks: int = 0  # pieces the sequence is cut in for the loss; 0: as few as LOGITS_BYTES allows
     fp8: Fp8 = Fp8()
+    watch: Callable[[Linear], Linear] | None = None  # around the products, to see what passes through (parity.py)
     rules: tuple[tuple[Rule, ...], tuple[Rule, ...]] = (COMPUTE_RULES, STORED_RULES)
 
     def plans(self, abstract: Any) -> Any:
@@ -79,7 +80,8 @@ class Execution:
     @cached_property
     def linear(self) -> Linear:
         """The products of a block."""
-        return make_linear(self.fp8.recipe, self.mesh.group("tensor"))
+        linear = make_linear(self.fp8.recipe, self.mesh.group("tensor"))
+        return linear if self.watch is None else self.watch(linear)
 
     @cached_property
     def _cast(self) -> Callable:

@@ -18,7 +18,7 @@ def cast_loss(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     """The shares of x's elements that a cast saturates and that it flushes to zero, each float32 ()."""
     scaled = x.to(torch.float32) * scale
     codes = formats.cast(x, scale, dtype).to(torch.float32)
-    saturated = (scaled.abs() > formats.MAX[dtype]).sum()
+    saturated = (scaled.abs() > formats.MAX[dtype] * (1 + 1e-6)).sum()  # not by a rounding of the scale
     flushed = ((codes == 0) & (x != 0)).sum()
     count = max(x.numel(), 1)
     return saturated.to(torch.float32) / count, flushed.to(torch.float32) / count
