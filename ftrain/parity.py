@@ -57,8 +57,8 @@ def parity(
 
     checkpoint: the parameters (and fp8 histories) to take; None takes the recipe's initial values.
     Returns JSON's types: passed; failures (sentences); bars; loss, reference_loss; gradients, each with path
-    and sqnr (dB; None where both are the same or not finite), the worst first; casts, each with path, tensor
-    ("w", "x" or "g") and the shares saturated and flushed, the worst first; step, checkpoint.
+    and sqnr (dB, or the words "same" or "not finite"), the worst first; casts, each with path, tensor ("w",
+    "x" or "g") and the shares saturated and flushed, the worst first; step, checkpoint.
     """
     world = world or World()
     with process_group(world, default_device(world)):
@@ -76,7 +76,7 @@ def compare(run: Run, state: TrainState) -> dict[str, Any]:
     if run.mesh.rank == 0:
         known = state.fp8_state.weights if state.fp8_state else None
         reference_loss, reference, casts = reference_gradients(run, params, known)
-        noise = tree.map(lambda a, b: float(sqnr(a, b)), reference, grads)
+        noise = tree.map(_sqnr, reference, grads)
         result = [judge(bars(run), loss, reference_loss, dict(tree.named_leaves(noise)), casts)]
     if run.mesh.world is not None:
         dist.broadcast_object_list(result, src=0, group=run.mesh.world, device=torch.device("cpu"))
@@ -118,7 +118,7 @@ def judge(
         "bars": asdict(bars),
         "loss": loss,
         "reference_loss": reference_loss,
-        "gradients": [{"path": p, "sqnr": value if math.isfinite(value) else None} for p, value in ordered],
+        "gradients": [{"path": path, "sqnr": _plain(value)} for path, value in ordered],
         "casts": sorted(casts, key=lambda cast: (-cast["saturated"], -cast["flushed"])),
     }
 
@@ -135,20 +135,30 @@ def text(result: dict[str, Any], rows: int = 10) -> str:
         f"{bars['loss']:g} allowed",
         f"SQNR of gradients in dB, {bars['gradient']:g} required; the worst of {len(gradients)}:",
         *(
-            f"  {'same' if g['sqnr'] is None else format(g['sqnr'], '5.1f')}  {g['path']}"
+            f"  {g['sqnr'] if isinstance(g['sqnr'], str) else format(g['sqnr'], '5.1f')}  {g['path']}"
             for g in gradients[:rows]
         ),
     ]
     if casts:
         lines += [
             "casts of weights (w), inputs (x) and output gradients (g): shares saturated "
-            f"({bars['saturated']:.0%} allowed) and flushed to zero ({bars['flushed']:.0%}); the worst of {len(casts)}:",
+            f"({bars['saturated']:.0%} allowed) and flushed to zero ({bars['flushed']:.0%}); the worst of "
+            f"{len(casts)}:",
             *(
                 f"  {c['saturated']:6.2%}  {c['flushed']:6.2%}  {c['tensor']} of {c['path']}"
                 for c in casts[:rows]
             ),
         ]
     return "\n".join(lines)
+
+
+def _sqnr(reference: torch.Tensor, value: torch.Tensor) -> float:
+    return math.inf if torch.equal(reference, value.to(reference.dtype)) else float(sqnr(reference, value))
+
+
+def _plain(noise: float) -> float | str:
+    """An SQNR as JSON can hold it."""
+    return noise if math.isfinite(noise) else "same" if noise > 0 else "not finite"
 
 
 def gradients(run: Run, state: TrainState, batch: dict[str, torch.Tensor]) -> tuple[Tree, dict[str, Any]]:

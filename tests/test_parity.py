@@ -26,6 +26,10 @@ def recipe_of(*overrides):
     return load_recipe("debug", (*steps.BASE, *WIDE, *overrides))
 
 
+def noise(result):
+    return [1e3 if gradient["sqnr"] == "same" else gradient["sqnr"] for gradient in result["gradients"]]
+
+
 def _parity(rank, world, overrides, checkpoint=None):
     return parity(recipe_of(*overrides), world=World(rank, world), checkpoint=checkpoint)
 
@@ -35,8 +39,8 @@ def _parity(rank, world, overrides, checkpoint=None):
 def test_recipes_pass_and_every_rank_says_the_same(ranks, layout, name):
     first, *others = on(ranks, layout, _parity, f"fp8.recipe={name}", "precision.compute=bfloat16")
     assert first["passed"] and first["failures"] == [] and all(other == first for other in others)
-    noise = [gradient["sqnr"] for gradient in first["gradients"]]
-    assert 15 < noise[0] < 22 and noise == sorted(noise) and len(noise) == 2 * 9 + 3
+    found = noise(first)
+    assert 15 < found[0] < 22 and found == sorted(found) and len(found) == 2 * 9 + 3
     # Of each weight itself and its output gradient, and of each input: q, k and v share one, gate and up too.
     assert len(first["casts"]) == 2 * (2 * 7 + 1) + 2 * 4 + 1
     assert all(cast["saturated"] == 0 and cast["flushed"] < 0.05 for cast in first["casts"])
@@ -45,9 +49,9 @@ def test_recipes_pass_and_every_rank_says_the_same(ranks, layout, name):
 def test_without_fp8_only_the_order_of_sums_and_bfloat16_differ(ranks):
     exact = _parity(0, 1, ("fp8.recipe=none",))
     assert exact["passed"] and exact["casts"] == [] and exact["loss"] == exact["reference_loss"]
-    assert all(gradient["sqnr"] is None for gradient in exact["gradients"])
+    assert all(gradient["sqnr"] == "same" for gradient in exact["gradients"])
     sharded = on(ranks, "shard 2 x tensor 2", _parity, "fp8.recipe=none")[0]
-    assert sharded["passed"] and min(gradient["sqnr"] or 200 for gradient in sharded["gradients"]) > 100
+    assert sharded["passed"] and min(noise(sharded)) > 100
     bf16 = _parity(0, 1, ("fp8.recipe=none", "precision.compute=bfloat16"))
     assert bf16["passed"] and 30 < bf16["gradients"][0]["sqnr"] < 60
 
@@ -99,7 +103,18 @@ def test_what_is_not_finite_fails():
     run = steps.make_run(0, 1, WIDE)
     result = compare(run, steps.start(run, spoil))
     assert not result["passed"] and len(result["failures"]) >= 2
-    assert "FAILED" in text({**result, "step": 0, "checkpoint": None})
+    printed = text({**result, "step": 0, "checkpoint": None})
+    assert "FAILED" in printed and "not finite  layers" in printed
+
+
+def test_gradients_that_are_zero_in_both_are_the_same():
+    def zero(path, value):
+        if path == "output":
+            value.zero_()
+
+    run = steps.make_run(0, 1, WIDE)
+    result = compare(run, steps.start(run, zero))
+    assert result["passed"] and {g["path"]: g["sqnr"] for g in result["gradients"]}["layers.0.wq"] == "same"
 
 
 def test_a_checkpoint_and_json(tmp_path):
