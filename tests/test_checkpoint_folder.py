@@ -123,6 +123,14 @@ def test_retention_counts_complete_checkpoints_only(tmp_path):
     assert (root / "step-00000003").exists() and (root / "step-00000004").exists()
 
 
+@pytest.mark.parametrize("keep", range(8))
+def test_keep_is_how_many_stay(tmp_path, keep):
+    for step in range(1, 7):
+        save(tmp_path, step, keep=keep)
+        kept = [step for step, _ in checkpoint.complete(tmp_path)]
+        assert kept == list(range(1, step + 1))[-keep or None :]
+
+
 def test_the_new_checkpoint_stays_even_when_older_ones_have_higher_steps(tmp_path):
     save(tmp_path, 100)
     save(tmp_path, 50, keep=1)

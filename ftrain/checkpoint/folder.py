@@ -119,7 +119,17 @@ def latest(root: Path | str, *, group: Any = None) -> tuple[Path | None, list[tu
 
     Newest is by step number. With a process group this is a collective: rank 0 looks and all get its answer.
     """
-    return agree.first(f"look for checkpoints in {root}", lambda: _latest(root), group)
+    return agree.first(f"look for checkpoints in {root}", lambda: newest(root), group)
+
+
+def newest(root: Path | str) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """`latest` as this rank sees it: not a collective."""
+    skipped = []
+    for _, path, reason in reversed(_survey(root)):
+        if reason is None:
+            return path, skipped
+        skipped.append((path, reason))
+    return None, skipped
 
 
 def prune(root: Path | str, keep: int, *, protect: Path | None = None) -> list[Path]:
@@ -131,7 +141,8 @@ def prune(root: Path | str, keep: int, *, protect: Path | None = None) -> list[P
     if keep < 0:
         raise ValueError(f"keep must be 0 (keep all) or more; got {keep}")
     good = complete(root)
-    removed = [path for _, path in good[: len(good) - keep] if keep and path != protect]
+    surplus = max(0, len(good) - keep) if keep else 0
+    removed = [path for _, path in good[:surplus] if path != protect]
     for path in removed:
         remove(path)
     return removed
@@ -172,15 +183,6 @@ def put_in_place(temporary: Path, final: Path) -> None:
     temporary.rename(final)
     if aside:
         remove(aside)
-
-
-def _latest(root: Path | str) -> tuple[Path | None, list[tuple[Path, str]]]:
-    skipped = []
-    for _, path, reason in reversed(_survey(root)):
-        if reason is None:
-            return path, skipped
-        skipped.append((path, reason))
-    return None, skipped
 
 
 def _survey(root: Path | str) -> list[tuple[int, Path, str | None]]:
