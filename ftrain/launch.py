@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 RENDEZVOUS_SECONDS = 45.0  # for all ranks to find each other
 COLLECTIVE_SECONDS = 600.0  # for one collective: long, as a peer may be compiling. Deaths are seen sooner.
@@ -28,13 +29,17 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True)
 class World:
-    """This process among all, and among those of its machine. master: the address where rank 0 listens."""
+    """This process among all, and among those of its machine.
+
+    master: the address where rank 0 listens. restarts: how often torchrun has started these ranks again.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     master: str = ""
+    restarts: int = 0
 
 
 def world_from_env(environ: Mapping[str, str]) -> World:
@@ -62,9 +67,9 @@ def world_from_env(environ: Mapping[str, str]) -> World:
             raise LaunchError(
                 f"{name}={value} with {size}={limit}: expected {name} between 0 and {limit - 1}."
             )
-    return World(
-        rank, world_size, local_rank, local_size, f"{environ['MASTER_ADDR']}:{numbers['MASTER_PORT']}"
-    )
+    master = f"{environ['MASTER_ADDR']}:{numbers['MASTER_PORT']}"
+    restarts = whole(environ, RESTARTS) if environ.get(RESTARTS) else 0
+    return World(rank, world_size, local_rank, local_size, master, restarts)
 
 
 def check_world(parallel, world: World, command: str) -> str | None:
@@ -136,12 +141,15 @@ def process_group(world: World, device) -> Iterator[None]:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception says that another rank went away, not that this one did something wrong."""
+    """Whether an exception, or one it was raised from, says that another rank went away, not that something
+    is wrong on this one."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
-    return (isinstance(error, dist.DistError) or "gloo" in text) and any(sign in text for sign in _LOST)
+    if (isinstance(error, dist.DistError) or "gloo" in text) and any(sign in text for sign in _LOST):
+        return True
+    return error.__cause__ is not None and is_lost_peer(error.__cause__)
 
 
 def _meet(world: World, seconds: float):

@@ -13,28 +13,34 @@ from ftrain.step import TrainState, apply_post, stored
 # are not the ones that this recipe would have behind it.
 DATA_KEYS = ("data", "train.seed")
 # Keys that may change between two starts without a word.
-FREE_KEYS = ("checkpoint", "metrics", "validation", "parallel", "train.micro_batch_size")
+FREE_KEYS = ("checkpoint", "metrics", "validation", "parallel", "train.micro_batch_size", "data.cache")
 
 
-def find(recipe: Recipe, out: Path | None, say: Callable[[str], None]) -> Path | None:
+def find(recipe: Recipe, out: Path | None, say: Callable[[str], None], restarts: int = 0) -> Path | None:
     """The checkpoint that `checkpoint.resume` means, or None to start from nothing. Collective.
 
-    Says which newer ones were passed over, and why. Raises RecipeError where a path has none, and where `out`
-    holds checkpoints beyond the start: the new ones would not be the newest there.
+    "auto" is the newest complete one in `out`; a path wins over what is in `out`. Says what was passed over,
+    and why. Raises RecipeError where a path has none, and where `out` holds checkpoints beyond the start: the
+    new ones would not be the newest there. After a restart by torchrun (`restarts`) these are the run's own,
+    and it goes on from the newest.
     """
-    resume = recipe.checkpoint.resume
-    path = (
-        find_checkpoint(resume, f"checkpoint.resume={resume!r}") if resume not in ("auto", "never") else None
-    )
-    if out is None:
+    resume, own = recipe.checkpoint.resume, out and out / "checkpoints"
+    asked = resume if resume not in ("auto", "never") else None
+    path = find_checkpoint(asked, f"checkpoint.resume={asked!r}", say) if asked else None
+    if own is None:
         return path
-    newest, skipped = checkpoint.latest(out / "checkpoints")
+    newest, skipped = checkpoint.latest(own)
     if resume == "auto":
-        for folder, reason in skipped:
-            say(f"not resumed from {folder}: {reason}")
+        _say_skipped(skipped, say)
+        if skipped and newest is None:
+            say(f"no complete checkpoint in {own}: the run starts from the beginning")
         return newest
     start = checkpoint.read_meta(path)["step"] if path else 0
-    if newest is not None and checkpoint.read_meta(newest)["step"] > start:
+    if newest is None or path and newest.resolve() == path.resolve():
+        return path
+    if checkpoint.read_meta(newest)["step"] > start:
+        if restarts:
+            return newest
         raise RecipeError(
             [
                 f"checkpoint.resume={resume!r} starts after step {start}, but {newest} is there already "
@@ -42,25 +48,42 @@ def find(recipe: Recipe, out: Path | None, say: Callable[[str], None]) -> Path |
                 'checkpoint.resume="auto".'
             ]
         )
+    say(f"checkpoint.resume={resume!r} counts, and {newest} is passed over")
     return path
 
 
-def find_checkpoint(path: Path | str, asked: str) -> Path:
+def find_checkpoint(path: Path | str, asked: str, say: Callable[[str], None] = lambda text: None) -> Path:
     """The checkpoint at `path`: that folder, or the newest whole one in it or its `checkpoints`. Collective.
 
-    asked: what the user wrote, for the message of the RecipeError where there is none.
+    asked: what the user wrote, for the message of the RecipeError where there is none. Says which newer ones
+    were passed over.
     """
     path = Path(path)
-    if checkpoint.fault(path) is None:
-        return path
+    found, skipped, reason = checkpoint.agreed(f"look for a checkpoint at {path}", lambda: _search(path))
+    if found is None:
+        reasons = [f"{folder.name}: {why}" for folder, why in skipped] or [reason]
+        raise RecipeError([f"{asked}: no complete checkpoint there ({'; '.join(reasons)})."])
+    _say_skipped(skipped, say)
+    return found
+
+
+def _search(path: Path) -> tuple[Path | None, list[tuple[Path, str]], str | None]:
+    """(the checkpoint, what was passed over and why, why `path` itself is none)."""
+    reason = checkpoint.fault(path)
+    if reason is None:
+        return path, [], None
     passed_over: list[tuple[Path, str]] = []
     for root in (path, path / "checkpoints"):
-        newest, skipped = checkpoint.latest(root)
-        if newest is not None:
-            return newest
+        newest, skipped = checkpoint.newest(root)
         passed_over += skipped
-    reasons = [f"{folder.name}: {reason}" for folder, reason in passed_over] or [checkpoint.fault(path)]
-    raise RecipeError([f"{asked}: no complete checkpoint there ({'; '.join(reasons)})."])
+        if newest is not None:
+            return newest, passed_over, None
+    return None, passed_over, reason
+
+
+def _say_skipped(skipped: list[tuple[Path, str]], say: Callable[[str], None]) -> None:
+    for folder, reason in skipped:
+        say(f"not resumed from {folder}: {reason}")
 
 
 def restore(
@@ -77,30 +100,31 @@ def restore(
             [f"cannot resume from {path}: {problem}" for problem in problems]
             + ['Put the old values back, or start anew with checkpoint.resume="never" and another --out.']
         )
-    say(f"resumed from {path}")
     for change in changes:
-        say(f"changed since it was written: {change}")
-    known = stored(like)
-    if not _has_histories(path, known):
-        say("the checkpoint lacks fp8 histories of this recipe: they begin anew")
-        known = known._replace(fp8_state=None)
+        say(f"changed since {path.name} was written: {change}")
+    known, notes = _histories(path, stored(like))
     state, meta = checkpoint.load(path, known, ignore=("fp8_state",))
+    say(f"resumed from {path}, after step {state.step}")
+    for note in notes:
+        say(note)
     return apply_post(state, run.post), meta
 
 
 def restore_params(run: Any, path: Path) -> tuple[TrainState, dict[str, Any]]:
     """As `restore`, for a state that is only read: no optimizer state, and any recipe will do. Collective."""
-    known = stored(run.init())._replace(opt_state=None)
-    if not _has_histories(path, known):
-        known = known._replace(fp8_state=None)
+    known, _ = _histories(path, stored(run.init())._replace(opt_state=None))
     state, meta = checkpoint.load(path, known, ignore=("opt_state", "fp8_state"))
     return apply_post(state, run.post), meta
 
 
-def _has_histories(path: Path, known: TrainState) -> bool:
-    """Whether the checkpoint has every fp8 history that the state wants."""
-    wanted = {f"fp8_state.{name}" for name in tree.names(known.fp8_state)}
-    return wanted <= checkpoint.schema(path).keys()
+def _histories(path: Path, known: TrainState) -> tuple[TrainState, list[str]]:
+    """What to load of the fp8 state, and what to say: all its histories or, where any is missing, none."""
+    has = {name for name in checkpoint.schema(path) if name.startswith("fp8_state.")}
+    wants = {f"fp8_state.{name}" for name in tree.names(known.fp8_state)}
+    if wants <= has:
+        return known, ["the checkpoint's fp8 histories are not used"] if has and not wants else []
+    missing = f"{len(wants - has)} of {len(wants)} fp8 histories of this recipe"
+    return known._replace(fp8_state=None), [f"the checkpoint lacks {missing}: all of them begin anew"]
 
 
 def compare(saved: str | None, recipe: Recipe) -> tuple[list[str], list[str]]:

@@ -65,9 +65,10 @@ def make_train_step(
     post: transforms of the new state, such as fp8's precomputed scales.
     donate: reuse the buffers of the state passed in, as jax.jit's donate_argnums does. The parameters and moments of
         the old state then hold the new values: use only the state that comes out.
-    skip_nonfinite: where the gradient's norm is not finite, nothing but `step` changes.
+    skip_nonfinite: where the loss or the gradient's norm is not finite, on any rank, nothing but `step` changes.
     metrics: loss (mean per token over all ranks), grad_norm (global, before clipping), tokens: 0-d tensors; lr: float.
-        Where no token counts, the loss and the gradient are 0.
+        Where no token counts, the loss and the gradient are 0. With skip_nonfinite also skipped: bool; grad_norm is
+        then NaN where the loss is not finite.
 
     Raises ValueError when the batch does not divide in `micro_batches`.
     """
@@ -92,12 +93,15 @@ def make_train_step(
         total, count = _over_ranks(values, mesh)
         if mesh.shape.tensor > 1:
             grads = sum_over_tensor(grads, plans, mesh)
+        scale = 1.0 / count.clamp(min=1)
+        if skip_nonfinite:  # one number decides, the same on all ranks: a bad loss spoils the norm
+            scale = torch.where(total.isfinite(), scale, torch.nan)
         params, opt_state, stats = optim.step(
             optimizer,
             grads,
             to_local(state.opt_state),
             params,
-            scale=1.0 / count.clamp(min=1),
+            scale=scale,
             donate=donate,
             skip_nonfinite=skip_nonfinite,
         )
@@ -107,8 +111,10 @@ def make_train_step(
             "lr": stats["lr"],
             "tokens": count,
         }
-        if skip_nonfinite and not bool(torch.isfinite(stats["grad_norm"])):
-            return state._replace(step=state.step + 1), metrics
+        if skip_nonfinite:
+            metrics["skipped"] = not bool(metrics["grad_norm"].isfinite())
+            if metrics["skipped"]:
+                return state._replace(step=state.step + 1), metrics
         fp8_state = state.fp8_state and state.fp8_state._replace(observed=observed if tree.leaves(ports) else None)
         new = TrainState(state.step + 1, like(params, state.params), like(opt_state, state.opt_state), fp8_state)
         return apply_post(new, post), metrics

@@ -40,10 +40,13 @@ def peak_flops(device_name: str) -> float | None:
 
 
 class Clock:
-    """Turns a step's metrics into its record of plain numbers: tokens so far, time, memory, MFU."""
+    """Turns a step's metrics into its record of plain numbers: tokens so far, time, memory, MFU.
 
-    def __init__(self, run: Run, tokens: int):
-        self.tokens = tokens
+    tokens, skipped: how many a run that is gone on with has seen and left out.
+    """
+
+    def __init__(self, run: Run, tokens: int = 0, skipped: int = 0):
+        self.tokens, self.skipped = tokens, skipped
         self.steps = run.recipe.train.steps
         self.device = run.device
         self.flops_per_token = run.flops_per_token
@@ -67,6 +70,8 @@ class Clock:
         self.first = False
         counted = int(values.pop("tokens"))
         self.tokens += counted
+        if "skipped" in values:
+            values["skipped"] = self.skipped = self.skipped + int(values["skipped"])
         rate = counted / seconds
         record = {
             "step": step,

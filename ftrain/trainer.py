@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from ftrain import checkpoint, resume
+from ftrain import resume
+from ftrain.checkpoint import CheckpointError
 from ftrain.interrupt import stop_requests
 from ftrain.launch import World, is_lost_peer, process_group
 from ftrain.metrics import open_sinks, save_loss_plot, tracing
 from ftrain.progress import Progress, quantity
 from ftrain.recipe import Recipe, RecipeError, dump
 from ftrain.run import Run, default_device
-from ftrain.step import TrainState, stored
+from ftrain.saving import saver
+from ftrain.step import TrainState
 from ftrain.throughput import Clock
 
 SAMPLE_TOKENS = 200
@@ -63,17 +63,19 @@ def train(
         run = Run(recipe, world=world)
         _ = run.data  # opened now: a mistake in it is found before any memory is taken
         announce(run, progress.say)
-        start = resume.find(recipe, out, progress.say)
+        start = resume.find(recipe, out, progress.say, world.restarts)
         if out and world.rank == 0:
             write_recipe(recipe, out)
-        state, tokens = run.init(), 0
+        state, meta = run.init(), {}
         if start:
+            if hf := getattr(recipe.model, "hf", None):
+                progress.say(f"model.hf={hf!r} is passed over: the run goes on from {start}")
             state, meta = resume.restore(run, start, state, progress.say)
-            tokens = meta["tokens"]
         if state.step >= recipe.train.steps:
             progress.say(f"nothing to train: {state.step} of train.steps={recipe.train.steps} steps are done")
-        state, record = _loop(run, state, tokens, out, progress)
-        summary = {"step": state.step, "tokens": tokens, "loss": None} | record
+        clock = Clock(run, tokens=meta.get("tokens", 0), skipped=meta.get("skipped", 0))
+        state, record = _loop(run, state, clock, out, progress)
+        summary = {"step": state.step, "tokens": clock.tokens, "loss": None} | record
         if "validation_loss" not in summary:
             summary["validation_loss"] = held_out_loss(run, state)
         return _finish(run, state, summary, progress, out)
@@ -115,10 +117,11 @@ def training_steps(
 
 
 def _loop(
-    run: Run, state: TrainState, tokens: int, out: Path | None, progress: Progress
+    run: Run, state: TrainState, clock: Clock, out: Path | None, progress: Progress
 ) -> tuple[TrainState, dict[str, Any]]:
     """All steps, with what happens between them. Returns the last state and the last step's record."""
-    recipe, clock, record = run.recipe, Clock(run, tokens), {}
+    recipe, record = run.recipe, {}
+    clock.restart()
     # A step's numbers are read while the next one runs: asking at once would leave a GPU idle. A CPU is not.
     lag = 1 if run.device.type == "cuda" else 0
     waiting: deque[tuple[int, dict]] = deque()
@@ -140,7 +143,7 @@ def _loop(
                 saves = signum or ends or due(step, recipe.checkpoint.every)
                 while len(waiting) > (0 if validates or saves else lag):
                     record = clock.read(*waiting.popleft())
-                    _check_finite(recipe, record)
+                    _check_finite(recipe, record, progress.say)
                     if validates and not waiting:
                         record["validation_loss"] = held_out_loss(run, state)
                     for sink in sinks:
@@ -149,7 +152,7 @@ def _loop(
                 if validates and not ends:
                     progress.say(f"step {step}: held-out loss {record['validation_loss']:.4f} nats per token")
                 if saves:
-                    save(state, record["tokens"])
+                    save(state, record, wait=bool(signum) or ends)
                 if signum:
                     what = "the checkpoint is saved" if out else "nothing is saved without --out"
                     raise Stopped(signum, f"stopped after step {step}, as asked; {what}.")
@@ -162,7 +165,8 @@ def _loop(
     except Exception as error:
         if is_lost_peer(error):
             raise RunFailed(f"{doing}: another rank was lost", lost_peer=True) from error
-        raise RunFailed(f"{doing}: {type(error).__name__}: {error}") from error
+        what = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        raise RunFailed(f"{doing}: {what}{error}") from error
     return state, record
 
 
@@ -230,43 +234,16 @@ def write_recipe(recipe: Recipe, out: Path) -> None:
         raise RecipeError([f"--out {out}: cannot be written to ({error.strerror})."]) from error
 
 
-@contextlib.contextmanager
-def saver(run: Run, out: Path | None) -> Iterator[Callable[[TrainState, int], None]]:
-    """`save(state, tokens)`, which writes out/checkpoints/step-...; nothing where `out` is None. Collective.
-
-    With checkpoint.async_save a save goes on while training does, and is waited for before the next one and
-    at the end: an error in it is raised there.
-    """
-    options, pending, group = run.recipe.checkpoint, None, None
-    if options.async_save and run.world.world_size > 1:
-        group = dist.new_group(backend="gloo")
-
-    def save(state: TrainState, tokens: int) -> None:
-        nonlocal pending
-        if out is None:
-            return
-        meta = {"recipe": dump(run.recipe), "tokens": tokens}
-        arguments = {"step": state.step, "meta": meta, "keep": options.keep}
-        if options.async_save:
-            if pending is not None:
-                pending.wait()
-            pending = checkpoint.save_async(out / "checkpoints", stored(state), **arguments, group=group)
-        else:
-            checkpoint.save(out / "checkpoints", stored(state), **arguments)
-
-    try:
-        yield save
-    finally:
-        if pending is not None:
-            pending.wait()
-
-
-def _check_finite(recipe: Recipe, record: dict[str, Any]) -> None:
-    """End a run whose numbers are no longer numbers, unless such steps are skipped. Equal on all ranks."""
+def _check_finite(recipe: Recipe, record: dict[str, Any], say: Callable[[str], None]) -> None:
+    """End a run whose numbers are no longer numbers, or say that the step was left out. All ranks agree."""
     bad = [name for name in ("loss", "grad_norm") if not math.isfinite(record[name])]
-    if bad and recipe.train.on_nonfinite == "stop":
-        what = " and ".join(f"{name} is {record[name]}" for name in bad)
-        raise RunFailed(
-            f"in step {record['step']}: {what}. Lower optimizer.lr or set optimizer.clip_norm; "
-            'train.on_nonfinite="skip" leaves such steps out.',
-        )
+    if not bad:
+        return
+    what = " and ".join(f"{name} is {record[name]}" for name in bad)
+    if recipe.train.on_nonfinite == "skip":
+        say(f"step {record['step']} is left out: {what}; {record['skipped']} left out so far")
+        return
+    raise RunFailed(
+        f"in step {record['step']}: {what}. Lower optimizer.lr or set optimizer.clip_norm; "
+        'train.on_nonfinite="skip" leaves such steps out.',
+    )

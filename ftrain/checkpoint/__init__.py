@@ -7,17 +7,20 @@ disk and the guarantees.
 """
 
 from ftrain.checkpoint.agree import CheckpointError
-from ftrain.checkpoint.folder import complete, fault, latest, prune, read_meta
+from ftrain.checkpoint.agree import first as agreed
+from ftrain.checkpoint.folder import complete, fault, latest, newest, prune, read_meta
 from ftrain.checkpoint.load import load, schema
 from ftrain.checkpoint.save import PendingSave, save, save_async
 
 __all__ = [
     "CheckpointError",
     "PendingSave",
+    "agreed",
     "complete",
     "fault",
     "latest",
     "load",
+    "newest",
     "prune",
     "read_meta",
     "save",

@@ -4,6 +4,7 @@ The order is what makes a save whole or absent: all data files are synced before
 manifest is synced before the folder gets its name, and old checkpoints go only after that.
 """
 
+import math
 import platform
 import shutil
 import threading
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from ftrain import tree
 from ftrain.checkpoint import agree, folder, storage
 
+SHOWN = 8  # names that an error lists
+
 
 class PendingSave(NamedTuple):
     """A save that goes on in the background. Call `wait` before the next save and before the process ends."""
@@ -31,9 +34,12 @@ class PendingSave(NamedTuple):
         """Whether the save has ended, well or not."""
         return self.future.done()
 
-    def wait(self) -> Path:
-        """Block until the save has ended. Returns the checkpoint's path, or raises its CheckpointError."""
-        return self.future.result()
+    def wait(self, timeout: float | None = None) -> Path:
+        """Block until the save has ended. Returns the checkpoint's path, or raises its CheckpointError.
+
+        Raises TimeoutError after `timeout` seconds (None: never), while the save goes on.
+        """
+        return self.future.result(timeout)
 
 
 def save(root: Path | str, state: Any, *, step: int, meta: dict, keep: int, group: Any = None) -> Path:
@@ -41,7 +47,8 @@ def save(root: Path | str, state: Any, *, step: int, meta: dict, keep: int, grou
 
     state: a tree of tensors, DTensors and numbers. meta: facts about the run, as JSON holds them; `step`,
     `versions` and `world_size` are added. group: the process group that coordinates (None: the default one).
-    Collective: every rank calls it with its own part of the state. Returns the path.
+    Collective: every rank calls it with its own part of the state. Returns the path. A state with values that
+    are not finite is refused: no run could go on from it.
     Raises CheckpointError on every rank if any rank fails; nothing is then left under the checkpoint's name.
     """
     root = Path(root)
@@ -106,6 +113,11 @@ def _plan(
     named = tree.named_leaves(state)
     for name, leaf in named:
         _check_storable(name, leaf)
+    if broken := [name for name, leaf in named if _not_finite(leaf)]:
+        more = f" and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
+        raise ValueError(
+            f"not finite: {', '.join(broken[:SHOWN])}{more}; no run could go on from such a state"
+        )
     tensors = {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
     planner.set_up_planner(tensors, is_coordinator=rank == 0)
     return planner.create_local_plan(), {name: leaf for name, leaf in named if name not in tensors}
@@ -126,6 +138,18 @@ def _check_storable(name: str, leaf: Any) -> None:
         raise ValueError(
             f"{name} has placements {leaf.placements}: a partial sum must be reduced before it is saved"
         )
+
+
+def _not_finite(leaf: Any) -> bool:
+    """Whether a leaf has an Inf or a NaN in this rank's part. One pass over memory."""
+    if isinstance(leaf, float):
+        return not math.isfinite(leaf)
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+        return False
+    local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    local = local.float() if local.element_size() == 1 else local  # fp8 has no comparison
+    # A NaN is both the least and the greatest. isfinite() makes copies, and takes twenty times as long.
+    return local.numel() > 0 and not all(bound.isfinite() for bound in torch.aminmax(local.detach()))
 
 
 def _prepare(temporary: Path, planner: DefaultSavePlanner, plans: list) -> list[SavePlan]:
