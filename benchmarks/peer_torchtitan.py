@@ -72,14 +72,14 @@ def measure(name: str, layers: int, seq_len: int, steps: int) -> dict:
         loss = step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    # From one step's start to the next one's, without waiting in between, as in training.
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    for mark in marks[:-1]:
+        mark.record()
         loss = step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+    marks[-1].record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
     ms = statistics.median(times)
     peak = torch.cuda.max_memory_allocated() / 2**30
     dist.destroy_process_group()

@@ -46,14 +46,14 @@ def measure(name: str, recipe: str, overrides: list[str], steps: int, profile: b
         state, metrics = run.step(state, batch)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    # From one step's start to the next one's, without waiting in between, as in training.
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    for mark in marks[:-1]:
+        mark.record()
         state, metrics = run.step(state, batch)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+    marks[-1].record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
     ms = statistics.median(times)
     tokens = run.recipe.data.global_batch_size * run.recipe.data.seq_len
     result = {

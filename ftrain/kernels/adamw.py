@@ -35,7 +35,7 @@ def adamw_(
         1.0 - beta2,
         1.0 - lr * weight_decay,
         lr / (1.0 - beta1**count),
-        (1.0 - beta2**count) ** 0.5,
+        (1.0 - beta2**count) ** -0.5,
     )
     if runs_on(p):
         _launch(p, g, m, v, factor, beta1, beta2, eps, scalars)
@@ -50,11 +50,11 @@ def runs_on(x: Tensor) -> bool:
 
 def _plain(p, g, m, v, factor, beta1, beta2, eps, scalars) -> None:
     # Every product is rounded before it is added, as in the kernel: no fused multiply-add, on any device.
-    one_minus_beta1, one_minus_beta2, decay, rate, second = scalars
+    one_minus_beta1, one_minus_beta2, decay, rate, correction = scalars
     g = g.float() * factor
     m.copy_(m * beta1 + g * one_minus_beta1)
     v.copy_(v * beta2 + (g * g) * one_minus_beta2)
-    p.copy_(p * decay - (m / (v.sqrt() / second + eps)) * rate)
+    p.copy_(p * decay - (m / (v.sqrt() * correction + eps)) * rate)
 
 
 def _launch(p, g, m, v, factor, beta1, beta2, eps, scalars) -> None:
@@ -74,14 +74,14 @@ def _kernel():
     @triton.jit
     def kernel(
         p_ptr, g_ptr, m_ptr, v_ptr, factor_ptr, n, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, decay, rate,
-        second, BLOCK: tl.constexpr,
+        correction, BLOCK: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         here = at < n
         g = tl.load(g_ptr + at, here, other=0.0).to(tl.float32) * tl.load(factor_ptr)
         m = tl.load(m_ptr + at, here, other=0.0) * beta1 + g * one_minus_beta1
         v = tl.load(v_ptr + at, here, other=0.0) * beta2 + (g * g) * one_minus_beta2
-        step = tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), second) + eps)
+        step = tl.div_rn(m, tl.sqrt_rn(v) * correction + eps)
         p = tl.load(p_ptr + at, here, other=0.0) * decay - step * rate
         tl.store(m_ptr + at, m, here)
         tl.store(v_ptr + at, v, here)
