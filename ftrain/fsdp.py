@@ -191,7 +191,7 @@ class Arriving:
             return arrived.to(wire.compute_dtype)
         history = (state.x, state.g) if state else (None, None)
         if wire.is_codes:
-            port = torch.zeros((), dtype=wire.compute_dtype, device=arrived.device).expand(arrived.shape)
+            port = torch.empty((), dtype=wire.compute_dtype, device=arrived.device).expand(arrived.shape)  # never read
             return Fp8Weight(Scaled(arrived, scale, port), *history)
         if scale is not None:
             return Fp8Weight(scaled_weight(arrived, scale, wire.fp8, wire.compute_dtype), *history)

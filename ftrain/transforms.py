@@ -57,10 +57,7 @@ def linearize(fn: Callable, weights: Tree, x: torch.Tensor, *consts: Any) -> tup
     leaves, treedef = tree.flatten(weights)
     ports = [_port(leaf) for leaf in (*leaves, x)]
     with torch.enable_grad():
-        *leaves, x = (
-            leaf.detach() if port is None else _AtPort.apply(port, leaf.detach())
-            for port, leaf in zip(ports, (*leaves, x), strict=True)
-        )
+        *leaves, x = _AtPorts.apply(len(ports), *ports, *(leaf.detach() for leaf in (*leaves, x)))
     slot = _WeightSlot(leaves)
     with torch.enable_grad(), _saved_tensors_hooks_allowed(), saved_tensors_hooks(slot.pack, slot.unpack):
         y = fn(tree.unflatten(treedef, leaves), x, *consts)
@@ -76,23 +73,26 @@ def _port(leaf: torch.Tensor) -> torch.Tensor | None:
     """
     if not leaf.is_floating_point() or leaf.element_size() == 1:  # fp8
         return None
-    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape).requires_grad_()
+    return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape).requires_grad_()
 
 
-class _AtPort(torch.autograd.Function):
-    """A tensor as a function of its port."""
+class _AtPorts(torch.autograd.Function):
+    """Tensors as functions of their ports. One node for all: a node each would cost more than it does."""
 
     @staticmethod
-    def forward(port, leaf):
-        return leaf.view_as(leaf)
+    def forward(n, *ports_and_leaves):
+        return tuple(leaf.view_as(leaf) for leaf in ports_and_leaves[n:])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        n, *ports = inputs[: inputs[0] + 1]
+        ctx.n = n
+        ctx.mark_non_differentiable(*(out for out, port in zip(output, ports, strict=True) if port is None))
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+    def backward(ctx, *grads):
+        return None, *grads, *(None for _ in range(ctx.n))
 
 
 class _View(NamedTuple):
@@ -108,19 +108,19 @@ class _WeightSlot:
     def __init__(self, leaves: list[torch.Tensor]):
         self.weights: list[torch.Tensor] = []
         self.used = False
-        self._leaves: list[torch.Tensor] = leaves  # only until the forward has run
+        self._places: dict[int, list[tuple]] = {}  # storage -> leaves in it; only until the forward has run
+        for index, leaf in enumerate(leaves):
+            if leaf.numel():
+                place = index, leaf.dtype, leaf.storage_offset(), leaf.numel()
+                self._places.setdefault(_storage(leaf), []).append(place)
 
     def seal(self):
-        self._leaves = []
+        self._places = {}
 
     def pack(self, saved: torch.Tensor) -> Any:
-        if saved.numel() == 0:
-            return saved
-        storage = saved.untyped_storage()._cdata  # the storage itself: fake tensors have one, and no address
-        for index, leaf in enumerate(self._leaves):
-            same = leaf.untyped_storage()._cdata == storage and leaf.dtype == saved.dtype
-            offset = saved.storage_offset() - leaf.storage_offset()
-            if same and leaf.numel() and 0 <= offset < max(leaf.numel(), 1):
+        for index, dtype, start, numel in self._places.get(_storage(saved), ()):
+            offset = saved.storage_offset() - start
+            if dtype == saved.dtype and 0 <= offset < numel and saved.numel():
                 self.used = True
                 return _View(index, saved.size(), saved.stride(), offset)
         return saved.detach()  # an output saved with its own node is a cycle that only the collector would free
@@ -130,6 +130,10 @@ class _WeightSlot:
             return packed
         leaf = self.weights[packed.index]
         return leaf.as_strided(packed.size, packed.stride, leaf.storage_offset() + packed.offset)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # the storage itself: fake tensors have one, and no address
 
 
 @contextmanager
@@ -189,6 +193,7 @@ def accumulate(
         grads, value = grad_fn(batch)
         values.append(value)
         total = grads if total is None else combine(total, grads)
+        del grads  # else they would live until the next ones are made: a third tree of gradients
     return total, values
 
 
@@ -209,7 +214,7 @@ def add(total: Tree, grads: Tree) -> Tree:
 
 
 def _place(leaf: torch.Tensor) -> tuple[int, int]:
-    return leaf.untyped_storage()._cdata, leaf.storage_offset()  # not data_ptr: the meta device has none
+    return _storage(leaf), leaf.storage_offset()
 
 
 def maximum(total: Tree, values: Tree) -> Tree:
