@@ -109,6 +109,38 @@ def validation_text(result: dict) -> str:
     )
 
 
+@main.command("inspect-sharding")
+@recipe_argument
+@set_option
+@click.option(
+    "--world-size",
+    type=click.IntRange(min=1),
+    help="Lay it out on so many ranks. Default: the fewest that [parallel] describes.",
+)
+@click.option("--rank", type=click.IntRange(min=0), help="Give this rank's parts, bytes and memory.")
+@click.option("--group", default="*", metavar="GLOB", help="List only parameters whose path matches.")
+@json_option
+def inspect_sharding(recipe, overrides, world_size, rank, group, as_json):
+    """Show how RECIPE lies on any number of ranks: parameters, collectives, memory. Needs none of them.
+
+    \b
+    ftrain inspect-sharding llama3-8b --world-size 64
+    ftrain inspect-sharding llama3-70b --world-size 128 --group "layers.0.*" --json
+    """
+    with speaking():
+        from ftrain import report
+        from ftrain.recipe import RecipeError
+
+        try:
+            found = report.inspect(recipe, overrides, world_size=world_size, rank=rank)
+        except RecipeError as error:
+            if not as_json:
+                raise
+            click.echo(json.dumps({"recipe": recipe, "world_size": world_size, "problems": error.problems}))
+            sys.exit(2)
+        click.echo(json.dumps(report.as_json(found, group)) if as_json else report.render(found, group))
+
+
 def open_recipe(command: str, name: str, overrides: tuple[str, ...], world):
     """The recipe, checked against the number of ranks there are. Raises RecipeError."""
     from ftrain.launch import check_world
