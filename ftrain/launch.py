@@ -117,7 +117,8 @@ def init_process_group(
     store = _meet(world, rendezvous)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=dist.PrefixStore("ftrain", store),
+        # torchrun keeps its store over a restart: there the ranks that are gone have left their addresses.
+        store=dist.PrefixStore(f"ftrain {world.restarts} {world.world_size}", store),
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout),

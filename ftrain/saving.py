@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ftrain import checkpoint
@@ -28,6 +29,8 @@ def saver(run: Run, out: Path | None) -> Iterator[Callable[..., None]]:
     """
     options, pending, group = run.recipe.checkpoint, None, None
     if out is not None and options.async_save and run.world.world_size > 1:
+        # A group waits for its members, and long: one that is lost already is noticed by a message to all.
+        dist.all_reduce(torch.zeros(1))
         group = dist.new_group(backend="gloo")  # the save's messages must not mix with training's
 
     def save(state: TrainState, record: dict[str, Any], wait: bool = False) -> None:

@@ -6,26 +6,25 @@ A fault is injected from outside: Python announces every open, rename, mkdir and
 and the n-th one kills. So the stages are those that there are, not those that somebody listed.
 """
 
-import multiprocessing as mp
 import os
 import re
 import resource
 import signal
-import sys
-import time
-from concurrent.futures import ProcessPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from forks import forked, fresh_process, join, kill_at, wait_for
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from ftrain import checkpoint
 
-DISK_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
-PATIENCE = 60.0  # seconds in which every rank must have ended
+
+@pytest.fixture(scope="module")
+def in_fresh_process():
+    with fresh_process() as run:
+        yield run
 
 
 def state(step: int) -> dict:
@@ -40,51 +39,6 @@ def holds(path: Path) -> int:
         torch.equal(loaded[name], want[name]) for name in ("w", "b")
     )
     return meta["step"] if same else 0
-
-
-def kill_at(n: int) -> None:
-    """Kill this process, as kill -9 does, just before its n-th call that touches the disk."""
-    count = 0
-
-    def listen(event: str, args: tuple) -> None:
-        nonlocal count
-        if event in DISK_EVENTS:
-            count += 1
-            if count == n:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(listen)
-
-
-def forked(fn) -> int:
-    """Run `fn` in a fork of this process. Returns the child's pid; exit code 0, or 7 if `fn` raised."""
-    if pid := os.fork():
-        return pid
-    try:
-        fn()
-        os._exit(0)
-    except BaseException:
-        os._exit(7)
-
-
-def wait_for(pid: int) -> int:
-    """The exit code of a child, negative for a signal. A child that hangs is killed, and an error."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise TimeoutError(f"process {pid} hung for {PATIENCE} s")
-
-
-@pytest.fixture(scope="module")
-def in_fresh_process():
-    """`in_fresh_process(fn, *args)`: run in a process that may fork (no threads, no process group)."""
-    with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as pool:
-        yield lambda fn, *args: pool.submit(fn, *args).result(timeout=240)
 
 
 def warm_up(tmp: Path) -> None:
@@ -170,12 +124,6 @@ def sharded(step: int) -> dict:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     part = whole["w"].chunk(dist.get_world_size())[dist.get_rank()].contiguous()
     return {**whole, "w": DTensor.from_local(part, mesh, [Shard(0)], run_check=False)}
-
-
-def join(store: Path, rank: int) -> None:
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2, timeout=timedelta(seconds=30)
-    )
 
 
 def kill_one_of_two(tmp: Path, victim: int) -> list[tuple[int, int, int]]:
