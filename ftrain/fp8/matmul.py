@@ -34,13 +34,13 @@ def scaled_mm(
 
     a: (M, K) and b_t: (N, K), fp8, at most one of them e5m2. scale_a: float32 () or (M, 1); scale_b: () or
     (N, 1). fast_accum: accumulate in the tensor cores' narrower registers (CUDA). pad: bring K and N to
-    multiples of 16 with zeros, which add nothing to any sum; None does it on CUDA, where it is required. Any
-    dimension may be 0.
+    multiples of 16 with zeros, which add nothing to any sum; None does it where it is required: not on the
+    CPU. Any dimension may be 0.
     """
     (m, k), n = a.shape, b_t.shape[0]
     if 0 in (m, k, n):
         return _empty_product(a, b_t, scale_a, scale_b, out_dtype)
-    if a.is_cuda if pad is None else pad:
+    if not a.is_cpu if pad is None else pad:
         a, b_t = _pad(a, 0, padding(k)), _pad(b_t, padding(n), padding(k))
         if scale_b.ndim:
             scale_b = F.pad(scale_b, (0, 0, 0, padding(n)), value=1.0)
