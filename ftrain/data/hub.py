@@ -3,6 +3,7 @@
 A source is "hf:NAME", "hf:NAME:CONFIG" or "hf:NAME:CONFIG:SPLIT"; the split is "train" if not given.
 """
 
+import inspect
 from typing import Any
 
 from .errors import DataError
@@ -33,7 +34,11 @@ def _call(function: str, source: str, *args: Any, **kwargs: Any) -> Any:
         import datasets
     except ImportError:
         raise DataError(f"data.source: {source} needs datasets: pip install 'ftrain[data]'") from None
+    call = getattr(datasets, function)
+    # Before version 4 the library runs a data set's own Python if the environment or, at a prompt, a user agrees.
+    if "trust_remote_code" in inspect.signature(call).parameters:
+        kwargs["trust_remote_code"] = False
     try:
-        return getattr(datasets, function)(*args, **kwargs)
+        return call(*args, **kwargs)
     except Exception as error:  # the library raises a dozen kinds, its own and others'
         raise DataError(f"data.source: {source}: {type(error).__name__}: {error}") from error
