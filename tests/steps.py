@@ -22,6 +22,7 @@ TINY = {
 BASE = (
     *(f"model.{key}={value}" for key, value in TINY.items()),
     "data.source=synthetic",
+    "precision.compute=float32",
     "data.seq_len=16",
     "data.global_batch_size=4",
     "train.micro_batch_size=1",
