@@ -113,7 +113,7 @@ class Fp8:
             return [*lines, "fp8 on the CPU is for its numbers: products in float32 are faster here"]
         if not compiled:
             lines.append(
-                "fp8 without train.compile: each cast is several passes over memory, bfloat16 is faster"
+                "fp8 without train.compile: scales and casts are passes over memory that cost more than fp8 wins"
             )
         odd: dict[tuple[int, ...], list[str]] = {}
         for path in runs:
