@@ -21,6 +21,7 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.checkpoint
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs

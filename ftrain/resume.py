@@ -86,9 +86,7 @@ def _say_skipped(skipped: list[tuple[Path, str]], say: Callable[[str], None]) ->
         say(f"not resumed from {folder}: {reason}")
 
 
-def restore(
-    run: Any, path: Path, like: TrainState, say: Callable[[str], None]
-) -> tuple[TrainState, dict[str, Any]]:
+def restore(run: Any, path: Path, like: TrainState, say: Callable[[str], None]) -> tuple[TrainState, dict[str, Any]]:
     """The state of a checkpoint in the structure and layout of `like`, and its meta. Collective.
 
     Says what in the recipe is not as it was when the checkpoint was written. Raises RecipeError where that

@@ -38,24 +38,19 @@ def contents(path) -> dict:
             here = here.setdefault(key, {})
         is_number = kind in checkpoint.storage.SCALARS
         here[last] = (
-            checkpoint.storage.SCALARS[kind](0)
-            if is_number
-            else torch.empty(shape, dtype=getattr(torch, kind))
+            checkpoint.storage.SCALARS[kind](0) if is_number else torch.empty(shape, dtype=getattr(torch, kind))
         )
     state, _ = checkpoint.load(path, nested)
     return {name: as_bytes(leaf) for name, leaf in tree.named_leaves(state)}
 
 
 def as_bytes(leaf):
-    return (
-        leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if torch.is_tensor(leaf) else leaf
-    )
+    return leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if torch.is_tensor(leaf) else leaf
 
 
 def without_times(lines: list[dict]) -> list[dict]:
     return [
-        {k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")}
-        for line in lines
+        {k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")} for line in lines
     ]
 
 

@@ -35,9 +35,7 @@ def holds(path: Path) -> int:
     """The step whose state `path` holds, bit for bit; 0 if it holds none."""
     loaded, meta = checkpoint.load(path, {"w": torch.zeros(64, 64), "b": torch.zeros(5), "step": 0})
     want = state(meta["step"])
-    same = loaded["step"] == want["step"] and all(
-        torch.equal(loaded[name], want[name]) for name in ("w", "b")
-    )
+    same = loaded["step"] == want["step"] and all(torch.equal(loaded[name], want[name]) for name in ("w", "b"))
     return meta["step"] if same else 0
 
 
@@ -68,9 +66,7 @@ def kill_everywhere(tmp: Path, again: bool) -> list[str]:
         code = wait_for(forked(doomed))
         path, _ = checkpoint.latest(root)
         step = holds(path)
-        checkpoint.save(
-            root, state(9), step=9, meta={}, keep=1
-        )  # the next save is not in the way of the ruins
+        checkpoint.save(root, state(9), step=9, meta={}, keep=1)  # the next save is not in the way of the ruins
         after = [(step, holds(path)) for step, path in checkpoint.complete(root)]
         leftovers = sorted(entry.name for entry in root.iterdir())
         if after != [(9, 9)] or leftovers != ["step-00000009"]:
@@ -166,9 +162,7 @@ def save_with_a_fault(rank: int, root: Path, fault: str) -> tuple[str, str]:
     if fault == f"disk full for rank {rank}":
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     if fault == "disk full for the manifest" and rank == 0:
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (8300, limits[1])
-        )  # the data fits, 9000 bytes of meta do not
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8300, limits[1]))  # the data fits, 9000 bytes of meta do not
     if fault == "folder not writable" and user == 0:
         os.seteuid(65534)  # permissions bind everybody but root
     message = ""

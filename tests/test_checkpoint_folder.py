@@ -177,9 +177,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path, name):
         except CheckpointError:
             continue
         # The manifest is text for people too: a bit there may change a word of it, but never a tensor.
-        assert name == "manifest.json" and all(
-            torch.equal(loaded[0][k], unharmed[0][k]) for k in ("w", "norm")
-        )
+        assert name == "manifest.json" and all(torch.equal(loaded[0][k], unharmed[0][k]) for k in ("w", "norm"))
 
 
 # --- hostile checkpoints ---------------------------------------------------------------------------

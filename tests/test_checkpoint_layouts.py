@@ -30,9 +30,7 @@ LAYOUTS = {
 def whole_state() -> dict:
     """The full tensors, the same in every process."""
     g = torch.Generator().manual_seed(5)
-    state = {
-        name: torch.randn(shape, generator=g).mul(9).to(dtype) for name, (shape, dtype, _) in LEAVES.items()
-    }
+    state = {name: torch.randn(shape, generator=g).mul(9).to(dtype) for name, (shape, dtype, _) in LEAVES.items()}
     return {"params": state, "plain": torch.arange(6.0), "step": 4}
 
 
@@ -50,9 +48,7 @@ def as_bytes(state: dict) -> dict:
     """This rank's part of every leaf, as bytes: gloo cannot gather every dtype."""
     local = tree.named_leaves(sharding.to_local(state))
     return {
-        name: leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        if torch.is_tensor(leaf)
-        else leaf
+        name: leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if torch.is_tensor(leaf) else leaf
         for name, leaf in local
     }
 

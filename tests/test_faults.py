@@ -127,9 +127,7 @@ def run_two(recipe, out: Path, prepare: dict) -> list[tuple[int, str, float]]:
     children = [forked(lambda r=r: rank_main(r, recipe, out, prepare.get(r, lambda: None))) for r in range(2)]
     codes = [wait_for(pid) for pid in children]
     words = [out.with_suffix(f".{rank}") for rank in range(2)]
-    return [
-        end(code, file.read_text() if file.exists() else "") for code, file in zip(codes, words, strict=True)
-    ]
+    return [end(code, file.read_text() if file.exists() else "") for code, file in zip(codes, words, strict=True)]
 
 
 def with_fault(tmp: Path, faults: dict, *overrides: str):
@@ -184,9 +182,7 @@ def test_an_error_on_one_rank_is_that_ranks_and_ends_the_other(in_fresh_process,
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_error_lets_a_save_that_goes_on_become_whole_and_is_told_itself(
-    in_fresh_process, tmp_path, victim
-):
+def test_an_error_lets_a_save_that_goes_on_become_whole_and_is_told_itself(in_fresh_process, tmp_path, victim):
     faults = {victim: "slow save, then reader", 1 - victim: "slow save"}
     ends = in_fresh_process(with_fault, tmp_path, faults, *SAVE["beside"])
     assert ends[victim][:2] == (1, "the run failed in step 3: OSError: the disk of the reader is gone")
@@ -231,9 +227,7 @@ def test_a_signal_to_any_rank_saves_once_and_stops_both(in_fresh_process, tmp_pa
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_second_signal_ends_at_once_and_costs_the_new_checkpoint_at_most(
-    in_fresh_process, tmp_path, name, rank
-):
+def test_a_second_signal_ends_at_once_and_costs_the_new_checkpoint_at_most(in_fresh_process, tmp_path, name, rank):
     ends = in_fresh_process(with_fault, tmp_path, {rank: f"two {name}"})
     assert ends[rank][0] == (-signal.SIGTERM if name == "SIGTERM" else 128 + signal.SIGINT)
     assert ends[1 - rank][0] == LOST_PEER and ends[1 - rank][2] < 30
@@ -261,9 +255,7 @@ def kill_at_moments(tmp: Path, victim: int, save: str, stride: int) -> list:
 @pytest.mark.slow
 @pytest.mark.parametrize("save", SAVE)
 @pytest.mark.parametrize(("victim", "stride"), [(0, 7), (1, 1)])
-def test_a_rank_killed_at_any_moment_costs_what_was_not_yet_saved(
-    in_fresh_process, tmp_path, victim, save, stride
-):
+def test_a_rank_killed_at_any_moment_costs_what_was_not_yet_saved(in_fresh_process, tmp_path, victim, save, stride):
     *killed, last = in_fresh_process(kill_at_moments, tmp_path, victim, save, stride)
     assert last[1] == [0, 0] and last[3] == [6]
     newest = [steps[-1] if steps else 0 for _, _, _, steps in killed]

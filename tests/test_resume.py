@@ -169,14 +169,9 @@ def test_sequences_go_on_in_their_order_over_the_end_of_an_epoch(epochs, tmp_pat
     read.clear()
     train(recipe(), out=tmp_path / "killed", quiet=True)
     assert dict(read) == {step: straight[step] for step in range(4, 10)}
-    lines = [
-        without_times(read_lines(tmp_path / name / "metrics.jsonl"))
-        for name in ("straight", "stopped", "killed")
-    ]
+    lines = [without_times(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("straight", "stopped", "killed")]
     assert lines[0] == lines[1] == lines[2]
-    assert [(line["step"], line["tokens"]) for line in lines[2]] == [
-        (step, 64 * step) for step in range(1, 10)
-    ]
+    assert [(line["step"], line["tokens"]) for line in lines[2]] == [(step, 64 * step) for step in range(1, 10)]
 
 
 def test_another_batch_size_or_other_data_is_refused(epochs, tmp_path):
@@ -184,7 +179,5 @@ def test_another_batch_size_or_other_data_is_refused(epochs, tmp_path):
     train(recipe("train.steps=3"), out=tmp_path, quiet=True)
     with pytest.raises(RecipeError, match="data.global_batch_size was 4 and is 8") as error:
         train(recipe("data.global_batch_size=8", "data.seq_len=8"), out=tmp_path, quiet=True)
-    assert "data.seq_len was 16 and is 8" in str(error.value) and "Put the old values back" in str(
-        error.value
-    )
+    assert "data.seq_len was 16 and is 8" in str(error.value) and "Put the old values back" in str(error.value)
     train(recipe("data.cache=off", "train.steps=4"), out=tmp_path, quiet=True)  # which changes no batch

@@ -26,9 +26,7 @@ def tiny(tmp_path):
 # --- a checkpoint of another recipe ---------------------------------------------------------------------
 
 MISFITS = {
-    "precision.params=bfloat16": [
-        r"\d+ of another dtype: params.embedding \(checkpoint float32, asked for bfloat16\)"
-    ],
+    "precision.params=bfloat16": [r"\d+ of another dtype: params.embedding \(checkpoint float32, asked for bfloat16\)"],
     "model.n_layers=3": [r"27 missing from the checkpoint: .*params.layers.2"],
     "model.n_layers=1": [r"27 in the checkpoint only: .*params.layers.1"],
     "model.ffn_dim=64": [r"18 of another shape: .*checkpoint \(48, 16\), asked for \(64, 16\)"],
@@ -50,9 +48,7 @@ def test_a_state_that_does_not_fit_is_named_and_counted(tiny, tmp_path, capsys, 
     assert [step for step, _ in checkpoint.complete(tmp_path / "checkpoints")] == [3]
 
 
-@pytest.mark.parametrize(
-    "change", ["optimizer.lr=0.005", "optimizer.betas=[0.8,0.9]", "optimizer.weight_decay=0.1"]
-)
+@pytest.mark.parametrize("change", ["optimizer.lr=0.005", "optimizer.betas=[0.8,0.9]", "optimizer.weight_decay=0.1"])
 def test_other_settings_of_the_optimizer_are_allowed_and_said(tiny, tmp_path, capsys, change):
     train(tiny("train.steps=3"), out=tmp_path, quiet=True)
     assert train(tiny(change), out=tmp_path)["step"] == 6
@@ -177,9 +173,7 @@ def test_a_start_from_nothing_beside_ruins_alone_is_said(good_at_3, capsys):
 
 def test_a_fresh_nested_folder_and_one_checkpoint(tiny, tmp_path):
     train(tiny("checkpoint.keep=1"), out=tmp_path / "new" / "nested" / "out", quiet=True)
-    assert [step for step, _ in checkpoint.complete(tmp_path / "new" / "nested" / "out" / "checkpoints")] == [
-        6
-    ]
+    assert [step for step, _ in checkpoint.complete(tmp_path / "new" / "nested" / "out" / "checkpoints")] == [6]
 
 
 def test_steps_are_numbers(tiny, tmp_path, capsys):
@@ -218,7 +212,5 @@ def test_a_restart_goes_on_from_the_runs_own_checkpoints(tiny, tmp_path, asked):
     train(recipe, out=tmp_path / "out", quiet=True)
     with pytest.raises(RecipeError, match="would pass for the newest"):
         train(recipe, out=tmp_path / "out", quiet=True)
-    again = train(
-        replace(recipe, train=tiny().train), out=tmp_path / "out", quiet=True, world=World(restarts=1)
-    )
+    again = train(replace(recipe, train=tiny().train), out=tmp_path / "out", quiet=True, world=World(restarts=1))
     assert again["step"] == 6

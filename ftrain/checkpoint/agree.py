@@ -57,11 +57,7 @@ def deal(doing: str, fn: Callable[[], list[Any]], group: Any = None) -> Any:
     """Run `fn` on rank 0: a list with an item per rank. Returns each rank's own, or raises on every rank."""
     rank, size = rank_and_size(group)
     values, error = _outcome(fn) if rank == 0 else (None, None)
-    hand = (
-        [(value, None) for value in values]
-        if error is None and rank == 0
-        else [(None, _sentence(error))] * size
-    )
+    hand = [(value, None) for value in values] if error is None and rank == 0 else [(None, _sentence(error))] * size
     mine = [hand[0]]
     if size > 1:
         with _peers(doing):

@@ -45,9 +45,7 @@ def read_manifest(path: Path) -> Manifest:
     """Read and check manifest.json and the sizes of its files. Raises CheckpointError with the reason."""
     size = _file_size(path / MANIFEST)
     if size is None:
-        raise agree.CheckpointError(
-            "it has no manifest.json: the save was interrupted, or this is not a checkpoint"
-        )
+        raise agree.CheckpointError("it has no manifest.json: the save was interrupted, or this is not a checkpoint")
     if size > MAX_MANIFEST:
         raise agree.CheckpointError(f"its manifest.json has {size} bytes, more than {MAX_MANIFEST}")
     try:
@@ -62,9 +60,7 @@ def read_manifest(path: Path) -> Manifest:
         if not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError("sizes and steps must be integers from 0 up")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-        raise agree.CheckpointError(
-            f"its manifest.json is damaged ({type(error).__name__}: {error})"
-        ) from error
+        raise agree.CheckpointError(f"its manifest.json is damaged ({type(error).__name__}: {error})") from error
     for name, expected in sorted(manifest.files.items()):
         size = _file_size(path / name)
         if size is None:

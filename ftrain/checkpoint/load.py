@@ -24,9 +24,7 @@ from ftrain.checkpoint import agree, folder, storage
 SHOWN = 8  # names of one kind that an error lists
 
 
-def load(
-    path: Path | str, like: Any, *, ignore: tuple[str, ...] = (), group: Any = None
-) -> tuple[Any, dict[str, Any]]:
+def load(path: Path | str, like: Any, *, ignore: tuple[str, ...] = (), group: Any = None) -> tuple[Any, dict[str, Any]]:
     """The state stored at `path`, in the structure, sharding and devices of `like`, and its meta.
 
     like: a tree as `save` takes, of real tensors or of meta ones (a meta DTensor gets memory on its mesh's

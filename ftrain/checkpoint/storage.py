@@ -6,12 +6,14 @@ crc32.
 A reader trusts neither: names, dtypes, bounds and coverage are checked before a byte is used.
 """
 
+import contextlib
 import json
 import math
 import os
 import re
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ import torch
 INDEX = "index.json"
 ALIGN = 64
 PIECE = 1 << 24  # bytes hashed and written at a time
+BEGIN = 1 << 23  # bytes after which the disk is to begin
 DATA_FILE = re.compile(r"rank-\d{5,}\.bin")
 
 _DTYPE_NAMES = """bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64
@@ -53,7 +56,7 @@ def data_file(rank: int) -> str:
 
 def write_chunks(path: Path, chunks: Iterable[tuple[Any, torch.Tensor]]) -> dict[Any, tuple[int, int]]:
     """Write (key, tensor) pairs into a new file, synced to disk. Returns key -> (start in bytes, crc32)."""
-    places = {}
+    places, begun = {}, 0
     with open(path, "xb", buffering=1 << 20) as file:
         for key, tensor in chunks:
             file.write(bytes(-file.tell() % ALIGN))
@@ -64,6 +67,11 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Any, torch.Tensor]]) -> dict
                 crc = zlib.crc32(piece, crc)
                 file.write(piece)
             places[key] = (start, crc)
+            if file.tell() - begun >= BEGIN and hasattr(os, "posix_fadvise"):
+                # "Not needed in memory": the disk begins with these bytes while we prepare more, and the sync at
+                # the end finds most of its work done.
+                os.posix_fadvise(file.fileno(), begun, file.tell() - begun, os.POSIX_FADV_DONTNEED)
+                begun = file.tell()
         file.flush()
         os.fsync(file.fileno())
     return places
@@ -83,22 +91,23 @@ def read_chunk(folder: Path, name: str, dtype: torch.dtype, chunk: Chunk) -> tor
 
 
 def write_text(path: Path, text: str) -> tuple[int, int]:
-    """Write a new text file, synced to disk. Returns its size in bytes and its crc32."""
+    """Write a new text file, which `sync` has still to make durable. Returns its size in bytes and its crc32."""
     data = text.encode()
     with open(path, "xb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
     return len(data), zlib.crc32(data)
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in `path` (files created, folders renamed) survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def sync(*paths: Path) -> None:
+    """Make files, and the names in folders (files created, folders renamed), survive a power cut.
+
+    All at once: a disk that has to commit its journal for each commits it once for all.
+    """
+    with contextlib.ExitStack() as opened, ThreadPoolExecutor(len(paths)) as pool:
+        handles = [os.open(path, os.O_RDONLY) for path in paths]
+        for handle in handles:
+            opened.callback(os.close, handle)
+        list(pool.map(os.fsync, handles))
 
 
 def encode_index(leaves: dict[str, Leaf], scalars: dict[str, int | float | bool]) -> str:
@@ -171,6 +180,5 @@ def _overlap(chunks: list[Chunk]) -> bool:
 
 def _boxes_meet(a: Chunk, b: Chunk) -> bool:
     return all(
-        ao < bo + bs and bo < ao + as_
-        for ao, as_, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+        ao < bo + bs and bo < ao + as_ for ao, as_, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     )
