@@ -14,7 +14,8 @@ import click
 EXAMPLES = """
 \b
 RECIPE is the path of a TOML file or the name of a shipped recipe, such as "debug".
-Exit codes: 0 fine, 1 the run failed, 2 the recipe or the usage is wrong.
+Exit codes: 0 fine, 1 the run failed, 2 the recipe or the usage is wrong; on one of several ranks 3: another was lost;
+130 or 143: stopped by SIGINT or SIGTERM, after a save.
 """
 
 
