@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 # Tests use tiny tensors and start several ranks on few cores: one thread each is fastest.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-PYTEST_ARGS ?= -q
+# Two workers, a file to each: every worker keeps its own ranks, which take memory.
+PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
 .PHONY: demo test lint bench clean
 
@@ -20,7 +21,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python benchmarks/step_cpu.py
+	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python -m benchmarks.checkpoint
 
 clean:
