@@ -16,7 +16,7 @@ import pytest
 
 from ftrain.data import DataError, cache, open_data, sources, tokenising
 from ftrain.data.documents import read_documents
-from ftrain.data.tokenizers import TokenizerSpec, byte_tokenizer
+from ftrain.data.tokenizer import TokenizerSpec, byte_tokenizer
 
 RULES = tokenising.Rules(TokenizerSpec("bytes"), "text", 0.2)
 
@@ -143,7 +143,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from ftrain.data import sources, tokenising
-from ftrain.data.tokenizers import TokenizerSpec, byte_tokenizer
+from ftrain.data.tokenizer import TokenizerSpec, byte_tokenizer
 tokenising.ALONE_BYTES = 0
 units = sources.cut_into_units(sources.find_files(sys.argv[1]), 50_000)
 rules = tokenising.Rules(TokenizerSpec("bytes"), "text", 0.2)

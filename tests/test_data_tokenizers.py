@@ -13,7 +13,8 @@ import pytest
 
 from ftrain.data import DataError, open_data
 from ftrain.data.seams import encode_long
-from ftrain.data.tokenizers import TokenizerSpec, byte_tokenizer, open_tokenizer
+from ftrain.data.tokenizer import TokenizerSpec, byte_tokenizer
+from ftrain.data.tokenizer_json import open_tokenizer
 
 TEXTS = [
     "a",

@@ -11,7 +11,8 @@ import pytest
 import ftrain
 from ftrain.data import DataError
 from ftrain.data.hub import hf_version, load_hf
-from ftrain.data.tokenizers import TokenizerSpec, open_tokenizer
+from ftrain.data.tokenizer import TokenizerSpec
+from ftrain.data.tokenizer_json import open_tokenizer
 
 SCRIPT = """
 import pathlib

@@ -12,14 +12,8 @@ from .batches import Train, Validation
 from .errors import DataError
 from .sources import SYNTHETIC, Unit, cut_into_units, find_files
 from .tokenising import Progress, Rules, tokenise
-from .tokenizers import (
-    BYTES,
-    Tokenizer,
-    TokenizerSpec,
-    byte_tokenizer,
-    check_vocabulary,
-    open_tokenizer,
-)
+from .tokenizer import BYTES, Tokenizer, TokenizerSpec, byte_tokenizer, check_vocabulary
+from .tokenizer_json import open_tokenizer
 
 __all__ = ["Data", "DataError", "Tokenizer", "Train", "Validation", "open_data"]
 

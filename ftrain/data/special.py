@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DataError
-from .tokenizers import TokenizerSpec
+from .tokenizer import TokenizerSpec
 
 BOS = "<|begin_of_text|> <｜begin▁of▁sentence｜> <s> <bos> <BOS> <|bos|> [BOS] <|startoftext|>".split()
 EOS = "<|end_of_text|> <｜end▁of▁sentence｜> </s> <eos> <EOS> <|eos|> [EOS] <|endoftext|>".split()

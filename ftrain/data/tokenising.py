@@ -21,7 +21,7 @@ from . import cache
 from .documents import Document, is_held_out, read_documents
 from .errors import DataError
 from .sources import Unit
-from .tokenizers import Tokenizer, TokenizerSpec
+from .tokenizer import Tokenizer, TokenizerSpec
 
 VERSION = 1  # of what a document becomes; part of every key
 BATCH_CHARS = 1 << 20

@@ -1,8 +1,8 @@
-"""A tokenizer.json through the tokenizers library.
+"""The tokenizer that a recipe names: bytes, or a tokenizer.json through the tokenizers library.
 
-Two instances of it: one decodes, as the file says. The other encodes, and there the special tokens have names
-that no text spells, in the vocabulary too, so that "</s>" in a document is four characters and not the end of
-it.
+Of a tokenizer.json there are two instances: one decodes, as the file says. The other encodes, and there the special
+tokens have names that no text spells, in the vocabulary too, so that "</s>" in a document is four characters and not
+the end of it.
 """
 
 import json
@@ -17,13 +17,18 @@ import numpy as np
 from .errors import DataError
 from .seams import encode_long
 from .special import find_bos_eos
-from .tokenizers import Tokenizer, TokenizerSpec
+from .tokenizer import BYTES, Tokenizer, TokenizerSpec, byte_tokenizer
 
 LONG_CHARS = 1_000_000  # a longer text is encoded in pieces of this, each with about 100 MB in the library
 
 
-def read_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer.json at (or in the folder) spec.name."""
+def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
+    """The tokenizer of a spec: bytes, or the tokenizer.json at (or in the folder) spec.name.
+
+    Raises DataError where it cannot be read or has no end-of-sequence token.
+    """
+    if spec.name == BYTES:
+        return byte_tokenizer()
     path = Path(os.path.expanduser(spec.name))
     if path.is_dir():
         path = path / "tokenizer.json"

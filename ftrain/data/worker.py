@@ -13,7 +13,8 @@ from .cache import write_part
 from .errors import DataError
 from .sources import Slice
 from .tokenising import Rules, encode_unit
-from .tokenizers import Tokenizer, TokenizerSpec, open_tokenizer
+from .tokenizer import Tokenizer, TokenizerSpec
+from .tokenizer_json import open_tokenizer
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Text <-> token ids: bytes, or a tokenizer.json.
+"""Text <-> token ids: what a tokenizer is, and the one that needs no file, bytes.
 
 A document becomes BOS, its text, EOS: exactly one of each, whatever the tokenizer's own template would add,
 also where one token serves as both. Text that spells a special token is ordinary text.
@@ -53,15 +53,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; BOS, EOS and other special ids give none. Bytes that are not UTF-8 give U+FFFD."""
         return self.decode_ids([int(token) for token in ids])
-
-
-def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer of a spec. Raises DataError where it cannot be read or has no end-of-sequence token."""
-    if spec.name == BYTES:
-        return byte_tokenizer()
-    from .tokenizer_json import read_tokenizer
-
-    return read_tokenizer(spec)
 
 
 def byte_tokenizer() -> Tokenizer:
