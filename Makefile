@@ -22,7 +22,6 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/step_cpu.py
-	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python -m benchmarks.checkpoint
 
 clean:
