@@ -114,7 +114,7 @@ class Run:
         Ranks that run out of sequences go on with empty ones, so all make the same calls in the same shapes.
         """
         held_out, rows = self.data.validation, self.recipe.train.micro_batch_size
-        count = min(self.recipe.validation.sequences, held_out.n_windows)
+        count = min(self.recipe.validation.sequences, held_out.windows.n_windows)
         stride = rows * self.mesh_shape.data
         total, tokens = 0.0, 0
         for first in range(0, count, stride):

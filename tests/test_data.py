@@ -1,29 +1,23 @@
 """Laws of the data: every token a target once an epoch, a batch a function of (seed, step)."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
+from ftrain import nn, recipe
 from ftrain.data import DataError, batches, open_data, packing, shuffle
 
 E = 256  # the byte tokenizer's end of document
 
 
 def settings(source, **changed):
-    defaults = dict(source=str(source), tokenizer="bytes", seq_len=16, global_batch_size=4, held_out=0.0)
-    return SimpleNamespace(**(defaults | changed))
+    source = source if isinstance(source, tuple) else str(source)
+    defaults = dict(source=source, tokenizer="bytes", seq_len=16, global_batch_size=4, held_out=0.0)
+    return recipe.Data(**(defaults | changed))
 
 
 def opened(source, *, vocab_size=272, seed=0, **changed):
     return open_data(settings(source, **changed), vocab_size=vocab_size, seed=seed)
-
-
-def opened_list(sources, **changed):
-    data = settings("", **changed)
-    data.source = sources
-    return open_data(data, vocab_size=272, seed=0)
 
 
 def text_of(tmp_path, n_tokens, name="a.txt"):
@@ -67,11 +61,15 @@ def test_permute_of_a_huge_range_needs_no_memory():
     assert len(set(out.tolist())) == 1000 and 0 <= out.min() and out.max() < n
 
 
+def test_what_the_data_leaves_out_of_the_loss_the_loss_leaves_out():
+    assert packing.IGNORE == nn.IGNORE
+
+
 @pytest.mark.parametrize("n_tokens", [17, 18, 33, 100, 385])
 def test_every_token_is_a_target_once_an_epoch(tmp_path, n_tokens):
     data = opened(text_of(tmp_path, n_tokens), global_batch_size=1)
-    n = data.train.n_windows
-    assert n == -(-(n_tokens - 1) // 16) and data.train.n_tokens == n_tokens
+    n = data.train.windows.n_windows
+    assert n == -(-(n_tokens - 1) // 16) and data.train.windows.n_tokens == n_tokens
     stream = tokens_of(data.train)
     for epoch in range(2):
         steps = range(epoch * n, (epoch + 1) * n)
@@ -152,7 +150,7 @@ def test_documents_lie_between_boundaries(tmp_path):
 def test_one_token_short_of_a_window_is_an_error_and_a_whole_one_is_not(tmp_path):
     with pytest.raises(DataError, match="16 tokens, need 17"):
         opened(text_of(tmp_path, 16))
-    assert opened(text_of(tmp_path, 17)).train.n_windows == 1
+    assert opened(text_of(tmp_path, 17)).train.windows.n_windows == 1
 
 
 def test_only_empty_documents_are_an_error(tmp_path):
@@ -187,20 +185,20 @@ def test_held_out_documents_and_training_documents_make_the_corpus(tmp_path):
     assert 20 <= len(sides[1]) <= 60
     (tmp_path / "a.jsonl").write_text("".join(lines + ['{"text": "one more"}\n']))
     grown = opened(tmp_path / "a.jsonl", held_out=0.2, seed=9).validation
-    n = data.validation.n_tokens
+    n = data.validation.windows.n_tokens
     assert tokens_of(grown)[:n].tolist() == tokens_of(data.validation).tolist()
 
 
 def test_one_document_gives_its_last_windows_as_held_out(tmp_path):
     data = opened(text_of(tmp_path, 100 * 16 + 1), held_out=0.05)
-    assert data.train.n_windows == 95 and data.validation.n_windows == 5
-    assert opened(text_of(tmp_path, 17), held_out=0.05).validation.n_windows == 0
+    assert data.train.windows.n_windows == 95 and data.validation.windows.n_windows == 5
+    assert opened(text_of(tmp_path, 17), held_out=0.05).validation.windows.n_windows == 0
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
 def test_validation_covers_the_held_out_tokens_whatever_the_batch(tmp_path, size):
     validation = opened(text_of(tmp_path, 1000), held_out=0.2).validation
-    n = validation.n_windows
+    n = validation.windows.n_windows
     ids = sum((validation.ids(start, start + size) for start in range(0, n, size)), [])
     batches_ = [validation.batch(start, start + size)["targets"] for start in range(0, n, size)]
     assert sorted(ids) == list(range(n)) != ids
@@ -222,7 +220,7 @@ def test_synthetic_tokens_are_seeded_and_cover_the_vocabulary():
 
 def test_the_standard_library_is_real_text_in_a_fixed_order():
     data = opened("stdlib", held_out=0.05)
-    assert data.train.n_tokens > 5_000_000 and data.validation.n_tokens > 100_000
+    assert data.train.windows.n_tokens > 5_000_000 and data.validation.windows.n_tokens > 100_000
     assert "import" in data.tokenizer.decode(tokens_of(data.validation)[:20_000])
 
 
@@ -230,7 +228,7 @@ def test_weighted_sources_are_drawn_by_their_weights_and_each_keeps_its_epochs(t
     text_of(tmp_path, 10 * 16 + 1, "a.txt")
     text_of(tmp_path, 40 * 16 + 1, "b.txt")
     source = (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
-    train = opened_list(source, weights=(3, 1)).train
+    train = opened(source, weights=(3, 1)).train
     order = sum((train.ids(step) for step in range(512)), [])  # two blocks of 1024
     from_a = [window for window in order if window < 10]
     from_b = [window for window in order if window >= 10]
@@ -255,15 +253,15 @@ def test_shares_are_whole_and_near_the_weights(weights):
 def test_wrong_weights_are_an_error(tmp_path, weights, said):
     source = tuple(str(text_of(tmp_path, 40, name)) for name in ("a.txt", "b.txt"))
     with pytest.raises(DataError, match=said):
-        opened_list(source, weights=weights)
+        opened(source, weights=weights)
 
 
 def test_a_list_without_weights_is_one_corpus_and_holds_each_file_once(tmp_path):
     names = [str(text_of(tmp_path, 40, name)) for name in ("a.txt", "b.txt")]
-    both = opened_list((names[0], str(tmp_path / "*.txt"))).train
+    both = opened((names[0], str(tmp_path / "*.txt"))).train
     assert tokens_of(both).tolist() == tokens_of(opened(tmp_path / "*.txt").train).tolist()
     with pytest.raises(DataError, match="in two weighted sources"):
-        opened_list((names[0], str(tmp_path / "*.txt")), weights=(1, 1))
+        opened((names[0], str(tmp_path / "*.txt")), weights=(1, 1))
 
 
 def test_segments_number_the_documents_of_a_window(tmp_path):

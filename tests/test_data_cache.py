@@ -1,6 +1,7 @@
 """Tokenised once: the same tokens from memory and cache, in slices and in processes; nothing half done."""
 
 import contextlib
+import dataclasses
 import gzip
 import json
 import os
@@ -9,11 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from ftrain import recipe
 from ftrain.data import DataError, cache, open_data, sources, tokenising
 from ftrain.data.documents import read_documents
 from ftrain.data.tokenizer import TokenizerSpec, byte_tokenizer
@@ -178,21 +179,18 @@ def test_two_runs_at_once_and_runs_that_are_ended_do_no_harm(tmp_path):
 def test_the_cache_is_used_where_it_pays(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     path = write_corpus(tmp_path / "a.jsonl")
-    data = SimpleNamespace(source=str(path), tokenizer="bytes", seq_len=16, global_batch_size=4)
+    data = recipe.Data(source=str(path), tokenizer="bytes", seq_len=16, global_batch_size=4)
     in_memory = open_data(data, vocab_size=272, seed=0)
     assert not (tmp_path / "xdg").exists()  # a little text, and bytes
-    data.cache = str(tmp_path / "cache")
-    mapped = open_data(data, vocab_size=272, seed=0)
+    mapped = open_data(dataclasses.replace(data, cache=str(tmp_path / "cache")), vocab_size=272, seed=0)
     assert list((tmp_path / "cache").rglob("*.tokens"))
     for step in (0, 5):
         assert in_memory.train.batch(step)["tokens"].equal(mapped.train.batch(step)["tokens"])
     monkeypatch.setattr(sys.modules["ftrain.data"], "SMALL_BYTES", 0)
-    data.cache = None
     open_data(data, vocab_size=272, seed=0)
     assert list((tmp_path / "xdg" / "ftrain").rglob("*.tokens"))
-    data.cache = "/dev/null/nowhere"
     with pytest.raises(DataError, match="/dev/null/nowhere.*data.cache"):
-        open_data(data, vocab_size=272, seed=0)
+        open_data(dataclasses.replace(data, cache="/dev/null/nowhere"), vocab_size=272, seed=0)
 
 
 def test_ids_above_65535_come_back_from_the_cache(tmp_path):

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from ftrain import recipe
 from ftrain.data import DataError, open_data
 from ftrain.data.seams import encode_long
 from ftrain.data.tokenizer import TokenizerSpec, byte_tokenizer
@@ -66,7 +67,7 @@ def stream_of(tmp_path, tokenizer, texts, **changed):
     data = dict(
         source=str(path), tokenizer=tokenizer, seq_len=1, global_batch_size=1, held_out=0.0, cache="off"
     )
-    data = open_data(SimpleNamespace(**(data | changed)), vocab_size=512, seed=0)
+    data = open_data(recipe.Data(**(data | changed)), vocab_size=512, seed=0)
     (stream,) = data.train.windows.streams
     return data.tokenizer, stream.read(0, stream.n_tokens).tolist()
 
@@ -147,7 +148,7 @@ def test_a_tokenizer_larger_than_the_model_is_an_error_with_both_numbers(tmp_pat
     path = byte_level(tmp_path / "tokenizer.json", ["</s>"])
     size = open_tokenizer(TokenizerSpec(path)).vocab_size
     (tmp_path / "a.txt").write_text("the cat sat")
-    data = SimpleNamespace(source=str(tmp_path / "a.txt"), tokenizer=path, seq_len=2, global_batch_size=1)
+    data = recipe.Data(source=str(tmp_path / "a.txt"), tokenizer=path, seq_len=2, global_batch_size=1)
     with pytest.raises(DataError, match=f"has {size} ids, the model a vocabulary of 64"):
         open_data(data, vocab_size=64, seed=0)
 
@@ -199,7 +200,7 @@ def test_a_trained_tokenizer_has_its_size_and_is_kept(tmp_path):
     lines = [f"def function_{i}(argument): return argument + {i}" for i in range(300)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     settings = dict(source=str(tmp_path / "a.jsonl"), tokenizer="bpe:300", seq_len=8, global_batch_size=2)
-    data = SimpleNamespace(**settings, cache=str(tmp_path / "cache"), held_out=0.1)
+    data = recipe.Data(**settings, cache=str(tmp_path / "cache"), held_out=0.1)
     first = open_data(data, vocab_size=300, seed=0)
     assert first.tokenizer.vocab_size == 300 and first.tokenizer.bos == first.tokenizer.eos
     assert len(first.tokenizer.encode(lines[7])) < len(lines[7]) / 2
@@ -215,9 +216,8 @@ def test_a_trained_tokenizer_has_its_size_and_is_kept(tmp_path):
         open_data(data, vocab_size=300, seed=0).tokenizer.json == first.tokenizer.json
     )  # same text, same pairs
     for name, said in (("bpe:12", "257 or more"), ("bpe:x", "bpe:SIZE"), ("bpe:200000", "no more than")):
-        data.tokenizer = name
         with pytest.raises(DataError, match=said):
-            open_data(data, vocab_size=10**6, seed=0)
+            open_data(replace(data, tokenizer=name), vocab_size=10**6, seed=0)
 
 
 def test_a_tokenizer_works_in_processes_as_it_does_here(tmp_path, monkeypatch):
@@ -244,8 +244,8 @@ def test_ctrl_c_ends_a_long_tokenisation(tmp_path):
         (json.dumps({"text": "the cat sat on the mat. " * 400}) + "\n") * 20_000
     )
     script = (
-        "from types import SimpleNamespace as N; from ftrain.data import open_data; print('on', flush=True)\n"
-        f"open_data(N(source={str(tmp_path / 'a.jsonl')!r}, tokenizer={path!r}, seq_len=8, "
+        "from ftrain.recipe import Data; from ftrain.data import open_data; print('on', flush=True)\n"
+        f"open_data(Data(source={str(tmp_path / 'a.jsonl')!r}, tokenizer={path!r}, seq_len=8, "
         f"global_batch_size=1, cache={str(tmp_path / 'cache')!r}), vocab_size=512, seed=0)"
     )
     run = subprocess.Popen(

@@ -131,7 +131,7 @@ def epochs(tmp_path, monkeypatch):
     batch = Run.batch
 
     def recorded(run, step):
-        assert run.micro_batches == 2 and run.data.train.n_windows == 24
+        assert run.micro_batches == 2 and run.data.train.windows.n_windows == 24
         read.append((step + 1, run.data.train.ids(step)))
         return batch(run, step)
 

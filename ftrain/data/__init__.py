@@ -5,7 +5,8 @@ sources (which files) -> documents -> tokenising, through cache -> packing (wind
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from ftrain import recipe
 
 from . import bpe, cache, packing
 from .batches import Train, Validation
@@ -32,12 +33,13 @@ class Data:
     validation: Validation
 
 
-def open_data(data: Any, *, vocab_size: int, seed: int, progress: Progress | None = None) -> Data:
+def open_data(data: recipe.Data, *, vocab_size: int, seed: int, progress: Progress | None = None) -> Data:
     """Open the corpus of a recipe's [data] table for a model of `vocab_size` ids.
 
     Tokenises what the cache does not have, in parallel; progress is called with the bytes of text done and to
     do. Raises DataError (a ValueError): no such file, a record that cannot be read (file and line), fewer
-    tokens than one window, or a tokenizer with more ids than the model."""
+    tokens than one window, or a tokenizer with more ids than the model.
+    """
     weights = _weights(data)
     if data.source == SYNTHETIC:
         tokenizer = byte_tokenizer()
@@ -53,7 +55,7 @@ def open_data(data: Any, *, vocab_size: int, seed: int, progress: Progress | Non
                 f"data.source = {source!r}: {stream.n_tokens} tokens, need {need} for one window of "
                 f"data.seq_len = {data.seq_len}"
             )
-    boundary = (tokenizer.bos, tokenizer.eos) if getattr(data, "document_mask", False) else None
+    boundary = (tokenizer.bos, tokenizer.eos) if data.document_mask else None
     windows = packing.Windows(tuple(streams), data.seq_len, vocab_size, boundary)
     return Data(
         tokenizer,
@@ -62,12 +64,12 @@ def open_data(data: Any, *, vocab_size: int, seed: int, progress: Progress | Non
     )
 
 
-def _tokenised(data: Any, groups: list[list[Unit]], vocab_size: int, progress: Progress | None) -> tuple:
+def _tokenised(data: recipe.Data, groups: list[list[Unit]], vocab_size: int, progress: Progress | None) -> tuple:
     """(tokenizer, training streams, held-out streams), a stream a group."""
-    share, field = getattr(data, "held_out", 0.05), getattr(data, "text_field", "text")
+    share, field = data.held_out, data.text_field
     units = [unit for group in groups for unit in group]
     folder = _folder(data, units)
-    spec = TokenizerSpec(data.tokenizer, getattr(data, "bos", None), getattr(data, "eos", None))
+    spec = TokenizerSpec(data.tokenizer, data.bos, data.eos)
     if data.tokenizer.startswith(bpe.PREFIX):
         spec = _trained(data.tokenizer, units, field, share, folder)
     tokenizer = open_tokenizer(spec)
@@ -100,25 +102,24 @@ def _trained(name: str, units: list[Unit], field: str, share: float, folder: Pat
     return TokenizerSpec(str(path), bpe.END, bpe.END)
 
 
-def _folder(data: Any, units: list[Unit]) -> Path | None:
+def _folder(data: recipe.Data, units: list[Unit]) -> Path | None:
     """Where tokens are kept, or None for memory."""
-    setting = getattr(data, "cache", None)
-    if setting == "off":
+    if data.cache == "off":
         if data.tokenizer.startswith(bpe.PREFIX):
             raise DataError(f'data.tokenizer = "{data.tokenizer}" is kept in data.cache, which is "off"')
         return None
-    if setting:
-        return Path(setting).expanduser()
+    if data.cache:
+        return Path(data.cache).expanduser()
     n_bytes = sum(slice_.n_bytes for unit in units for slice_ in unit)
     plain = all(slice_.kind != "hf" for unit in units for slice_ in unit)
     return None if data.tokenizer == BYTES and plain and n_bytes < SMALL_BYTES else cache.default_folder()
 
 
-def _sources(data: Any) -> tuple[str, ...]:
-    return (data.source,) if isinstance(data.source, str) else tuple(data.source)
+def _sources(data: recipe.Data) -> tuple[str, ...]:
+    return (data.source,) if isinstance(data.source, str) else data.source
 
 
-def _groups(data: Any, apart: bool) -> list[list]:
+def _groups(data: recipe.Data, apart: bool) -> list[list]:
     """The files of each source, or of all together; a file that two patterns match is in the corpus once."""
     groups: list[list] = [[]]
     seen: dict[str, str] = {}
@@ -136,9 +137,8 @@ def _groups(data: Any, apart: bool) -> list[list]:
     return groups
 
 
-def _weights(data: Any) -> tuple[float, ...]:
-    weights = tuple(getattr(data, "weights", ()))
-    n = len(_sources(data))
+def _weights(data: recipe.Data) -> tuple[float, ...]:
+    weights, n = data.weights, len(_sources(data))
     if weights and len(weights) != n:
         raise DataError(f"data.weights has {len(weights)} numbers for {n} sources in data.source")
     if any(not 0 < weight < float("inf") for weight in weights):

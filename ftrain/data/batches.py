@@ -28,20 +28,12 @@ class Train:
     global_batch_size: int
     seed: int
 
-    @property
-    def n_tokens(self) -> int:
-        return sum(stream.n_tokens for stream in self.windows.streams)
-
-    @property
-    def n_windows(self) -> int:
-        return int(self.windows.starts[-1])
-
     def ids(self, step: int) -> list[int]:
         """The windows of step `step` (from 0), one a row, in row order."""
         assert step >= 0, f"step {step}"
         numbers = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
         if not self.weights:
-            return shuffled(numbers, self.n_windows, self.seed).tolist()
+            return shuffled(numbers, self.windows.n_windows, self.seed).tolist()
         starts = self.windows.starts
         sources, numbers = dealt(numbers, self.weights, self.seed)
         ids = np.empty_like(numbers)
@@ -54,7 +46,8 @@ class Train:
         """Rows `rows` of the global batch of step `step` (from 0); only they are read.
 
         "tokens", "targets", and "segments" with data.document_mask: int64 tensors (rows, seq_len); targets of
-        IGNORE do not count, and a token attends to those of its own segment."""
+        IGNORE do not count, and a token attends to those of its own segment.
+        """
         return _tensors(self.windows.read(self.ids(step)[rows]))
 
 
@@ -63,17 +56,10 @@ class Validation:
     """Held-out windows in one fixed order, the same for every seed.
 
     Together their targets are every held-out token (but each source's first) once. The order is a shuffle, so
-    that the first few windows are a fair sample of the documents."""
+    that the first few windows are a fair sample of the documents.
+    """
 
     windows: Windows
-
-    @property
-    def n_tokens(self) -> int:
-        return sum(stream.n_tokens for stream in self.windows.streams)
-
-    @property
-    def n_windows(self) -> int:
-        return int(self.windows.starts[-1])
 
     def batch(self, start: int, stop: int) -> dict:
         """Places [start, stop) of the order, as Train.batch gives them; fewer where there are fewer."""
@@ -81,8 +67,8 @@ class Validation:
 
     def ids(self, start: int, stop: int) -> list[int]:
         """The windows at places [start, stop) of the order."""
-        places = np.arange(start, max(start, min(stop, self.n_windows)))
-        return shuffled(places, max(1, self.n_windows), VALIDATION_SEED).tolist()
+        places = np.arange(start, max(start, min(stop, self.windows.n_windows)))
+        return shuffled(places, max(1, self.windows.n_windows), VALIDATION_SEED).tolist()
 
 
 def shuffled(numbers: np.ndarray, n: int, seed: int, *salt: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 from . import shuffle
 from .errors import DataError
 
-IGNORE = -100
+IGNORE = -100  # nn.IGNORE, again: the processes that tokenise import this package and start without torch
 
 
 class Stream(Protocol):
@@ -21,7 +21,8 @@ class Stream(Protocol):
 
     n_tokens: int
 
-    def read(self, start: int, stop: int) -> np.ndarray: ...
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop), 0 <= start <= stop <= n_tokens, as int64."""
 
 
 class Parts(NamedTuple):
@@ -35,7 +36,6 @@ class Parts(NamedTuple):
         return int(self.starts[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as int64."""
         part = int(np.searchsorted(self.starts, start, side="right")) - 1
         pieces = []
         while start < stop:
@@ -101,6 +101,16 @@ class Windows(NamedTuple):
     seq_len: int
     vocab_size: int
     boundary: tuple[int, int] | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all streams."""
+        return sum(stream.n_tokens for stream in self.streams)
+
+    @property
+    def n_windows(self) -> int:
+        """Windows of all streams."""
+        return int(self.starts[-1])
 
     @property
     def starts(self) -> np.ndarray:
