@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ftrain.collectives import all_reduce_max
 from ftrain.fp8 import E4M3, E5M2, RECIPES, scale_from_amax
-from ftrain.fp8.delayed import LENGTH, Triple, init_state, is_fresh, largest, scales, update
+from ftrain.fp8.delayed import LENGTH, Triple, init_state, scales, update
 
 RECIPE = RECIPES["delayed"]
 
@@ -24,14 +24,12 @@ def after(*xs, path="a"):
 
 def test_a_fresh_state_has_scale_one():
     state = init_state(["a", "b"])
-    assert is_fresh(state)
     assert all(s == 1.0 for s in scales(state, RECIPE)["b"])
     assert init_state([]) == {} and scales({}, RECIPE) == {} and update({}, {}) == {}
 
 
 def test_the_scale_is_that_of_the_largest_amax_in_the_history():
     state = update(init_state(["a"]), {"a": triple(3.0, 2.0, 1e-3)})
-    assert not is_fresh(state)
     state = update(state, {"a": triple(1.0, 4.0, 1e-4)})
     found = scales(state, RECIPE)["a"]
     assert torch.equal(found.x, scale_from_amax(torch.tensor(3.0), E4M3))
@@ -62,11 +60,6 @@ def test_update_changes_nothing_in_place():
     before = state["a"].clone()
     update(state, {"a": triple(5.0)})
     assert torch.equal(state["a"], before)
-
-
-def test_micro_batches_count_by_their_largest():
-    seen = largest([{"a": triple(1.0, 2.0, 3.0)}, {"a": triple(3.0, 2.0, 1.0)}])
-    assert seen["a"] == triple(3.0, 2.0, 3.0)
 
 
 def test_other_paths_are_an_error():

@@ -8,7 +8,7 @@ from ftrain.fp8.formats import block_amax, spread
 from ftrain.fp8.linear import linear
 from ftrain.fp8.matmul import block_scaled_mm
 from ftrain.fp8.measure import sqnr
-from ftrain.fp8.precompute import weight_amaxes
+from ftrain.fp8.post import weight_amaxes
 from ftrain.kernels.cast import cast_both
 
 pytestmark = [

@@ -4,10 +4,10 @@
     casts.py       from a recipe to codes              parse.py      a user's own recipe
     matmul.py      the product of two fp8 matrices     check.py      what cannot be combined
     linear.py      the differentiable layer, and its   sequence.py   what tensor parallelism moves
-                   tensor-parallel forms               precompute.py all weights' scales, one all-reduce
-    state.py       what is known of a weight, and      delayed.py    scales from earlier steps' amaxes
-                   where a linear layer meets it       measure.py    what a cast loses
-    post.py        what runs after the optimizer       use.py        which weights of a model run in fp8
+                   tensor-parallel forms               delayed.py    scales from earlier steps' amaxes
+    state.py       what is known of a weight, and      measure.py    what a cast loses
+                   where a linear layer meets it       use.py        which weights of a model run in fp8
+    post.py        what runs after the optimizer
 """
 
 from .check import check

@@ -33,13 +33,8 @@ class Triple(NamedTuple):
 
 
 def init_state(paths: Iterable[str], length: int = LENGTH, device: torch.device | str = "cpu") -> State:
-    """Empty histories: no amax was seen yet. A first step then scales dynamically: see `is_fresh`."""
+    """Empty histories, float32 (3, length): no amax was seen yet. A first step then scales dynamically (post.py)."""
     return {path: torch.zeros(len(TENSORS), length, dtype=torch.float32, device=device) for path in paths}
-
-
-def is_fresh(state: State) -> bool:
-    """Whether no step has been recorded yet. Reads a number from the device."""
-    return all(not bool(history.any()) for history in state.values())
 
 
 def scales(state: State, recipe: Recipe) -> dict[str, Triple]:
@@ -84,14 +79,3 @@ def update(
     seen = torch.where(seen.isfinite(), seen, histories[..., 0])
     moved = torch.cat([seen.unsqueeze(-1), histories[..., :-1]], dim=-1)
     return {path: history.clone() for path, history in zip(paths, moved.unbind(), strict=True)}
-
-
-def largest(observed: Iterable[dict[str, Triple]]) -> dict[str, Triple]:
-    """The elementwise maximum over micro-batches of what was observed in each. NaN stays NaN."""
-    total: dict[str, Triple] = {}
-    for amaxes in observed:
-        total = {
-            path: Triple(*(torch.maximum(a, b) for a, b in zip(total.get(path, new), new, strict=True)))
-            for path, new in amaxes.items()
-        }
-    return total

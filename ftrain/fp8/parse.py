@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
+from .formats import FORMATS
 from .recipes import (
-    FORMATS,
     GRANULARITIES,
     PRODUCTS,
     RECIPES,

@@ -1,12 +1,14 @@
 """What runs after the optimizer: scales, cached codes and histories, derived from the parameters just made.
 
 `make_post` gives a pure transform, state -> state, that costs one all-reduce for the whole model. It runs wherever
-parameters are made (initialisation, a step, a load), so no scale can be stale; run twice, it changes nothing.
+parameters are made (initialisation, a step, a load), so no scale can be stale; run twice, it changes nothing. Its
+scales are the numbers that a gather would find by itself, to the bit: a maximum does not depend on how its elements are
+grouped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,6 @@ from ftrain.sharding import to_local
 from . import delayed, formats
 from .formats import FORMATS
 from .linear import History
-from .precompute import weight_amaxes
 from .recipes import Recipe, operands, uses_history, wire_operand
 from .state import WeightState
 
@@ -73,7 +74,7 @@ def make_post(
         amaxes = weight_amaxes([local[path] for path in paths])
         if not codes_travel:
             amaxes = amaxes.to(wire_dtype).float()  # rounding keeps order: the amax of the rounded is the rounded amax
-        history, scales = None, {}
+        history, scales, w_scales = None, {}, {}
         nothing_seen = _nothing_seen(old, state.step)
         if with_history:
             history = _advance(old, dict(zip(paths, amaxes.unbind(), strict=True)), nothing_seen, all_reduce_max)
@@ -82,9 +83,9 @@ def make_post(
             amaxes = all_reduce_max(amaxes)
         if w_history:
             w_scales = {path: scales[path].w for path in paths}
-        else:
-            made = formats.scale_from_amax(amaxes, FORMATS[operand.format], operand.power_of_two) if precompute else None
-            w_scales = dict(zip(paths, made.unbind(), strict=True)) if precompute else {}
+        elif precompute:
+            made = formats.scale_from_amax(amaxes, FORMATS[operand.format], operand.power_of_two)
+            w_scales = dict(zip(paths, made.unbind(), strict=True))
 
         def weight(path: str, _) -> WeightState | None:
             if not runs(path):
@@ -103,6 +104,18 @@ def make_post(
         return state._replace(fp8_state=Fp8State(weights, nested))
 
     return post
+
+
+def weight_amaxes(shards: Sequence[Tensor]) -> Tensor:
+    """max|w| of this rank's shard of every weight, as one float32 vector. shards: of any float dtype, one at least.
+
+    An empty shard gives 0. One with NaN or Inf gives Inf: no backend's maximum drops Inf, and gloo's can drop NaN.
+    """
+    full = [shard.detach() for shard in shards if shard.numel()]
+    norms = iter(torch._foreach_norm(full, float("inf")) if full else [])
+    zero = torch.zeros((), device=shards[0].device)
+    amaxes = torch.stack([next(norms).to(torch.float32) if shard.numel() else zero for shard in shards])
+    return torch.where(amaxes.isnan(), float("inf"), amaxes)
 
 
 def _nothing_seen(state: Fp8State, step: int) -> bool:

@@ -25,9 +25,7 @@ SPLIT = {
     "column": {"x": "T", "w": "N", "g": "N"},
     "row": {"x": "K", "w": "K", "g": "T"},
 }
-FORMATS = ("e4m3", "e5m2")
 GRANULARITIES = ("tensor", "row", "block")
-SCALES = ("now", "history")
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,7 @@ class Recipe:
 
     @property
     def is_fp8(self) -> bool:
+        """Whether any product is in fp8."""
         return any(product is not None for _, product in products(self))
 
 
