@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ftrain.collectives import all_reduce_max
-from ftrain.fp8 import E4M3, RECIPES, amax, cast, make_post, scale_from_amax
+from ftrain.fp8 import E4M3, RECIPES, amax, cast, make_post, parse, scale_from_amax
 from ftrain.fp8.post import weight_amaxes
 from ftrain.param import ONES, Param
 from ftrain.step import TrainState
@@ -97,3 +97,16 @@ def test_ranks_agree_with_one_rank_to_the_bit(ranks, n):
 def test_nan_on_one_rank_reaches_all_ranks(ranks):
     for found in ranks(3, _scales_and_codes, True):
         assert np.isnan(found["b"][0]) and np.isfinite(found["a"][0])
+
+
+def _scales_with_histories_of_inputs_alone(rank: int):
+    inputs = "e4m3 history"
+    products = {"output": {"x": inputs, "w": "e4m3"}, "grad_weight": {"g": "e5m2", "x": inputs}}
+    recipe = parse({"base": "tensorwise", **products})
+    shards = {path: shard(w, dist.get_world_size(), rank) for path, w in whole().items()}
+    return {path: scale.numpy() for path, (scale, _) in derived(shards, CountedMax(), recipe).items()}
+
+
+def test_a_weights_scale_is_of_the_whole_weight_also_where_only_inputs_have_histories(ranks):
+    wanted = {path: scale.numpy() for path, (scale, _) in derived(whole()).items()}
+    assert ranks(2, _scales_with_histories_of_inputs_alone) == [wanted] * 2

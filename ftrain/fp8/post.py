@@ -79,11 +79,10 @@ def make_post(
         if with_history:
             history = _advance(old, dict(zip(paths, amaxes.unbind(), strict=True)), nothing_seen, all_reduce_max)
             scales = delayed.scales(history, recipe)
-        elif all_reduce_max is not None:
-            amaxes = all_reduce_max(amaxes)
         if w_history:
             w_scales = {path: scales[path].w for path in paths}
         elif precompute:
+            amaxes = amaxes if all_reduce_max is None else all_reduce_max(amaxes)
             made = formats.scale_from_amax(amaxes, FORMATS[operand.format], operand.power_of_two)
             w_scales = dict(zip(paths, made.unbind(), strict=True))
 
