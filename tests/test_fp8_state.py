@@ -33,9 +33,7 @@ def test_a_history_moves_once_a_step_by_the_largest_amax_of_the_micro_batches():
     options = {"mesh": run.mesh, "plans": run.plans}
     single = make_train_step(run.model.loss, run.optimizer, run.post, **options)
     parts = [single(state, {k: v[i : i + 1] for k, v in batch.items()})[0] for i in range(4)]
-    whole, _ = make_train_step(run.model.loss, run.optimizer, run.post, micro_batches=4, **options)(
-        state, batch
-    )
+    whole, _ = make_train_step(run.model.loss, run.optimizer, run.post, micro_batches=4, **options)(state, batch)
     for path, new in tree.named_leaves(whole.fp8_state.history):
         old = dict(tree.named_leaves(state.fp8_state.history))[path]
         assert torch.equal(new[:, 1:], old[:, :-1])
@@ -102,9 +100,7 @@ def _recipe(overrides, n_steps=6, resume="auto"):
         f"checkpoint.resume={resume}",
         "checkpoint.every=3",
     )
-    return load_recipe(
-        "debug", (*steps.BASE, *overrides, "validation.every=0", "validation.sequences=4", *more)
-    )
+    return load_recipe("debug", (*steps.BASE, *overrides, "validation.every=0", "validation.sequences=4", *more))
 
 
 def _stored(path, overrides):
@@ -114,9 +110,7 @@ def _stored(path, overrides):
     return tree.named_leaves(state)
 
 
-@pytest.mark.parametrize(
-    "options", [(f"fp8.recipe={name}",) for name in RECIPES] + [("fp8.cache_shards=true",)]
-)
+@pytest.mark.parametrize("options", [(f"fp8.recipe={name}",) for name in RECIPES] + [("fp8.cache_shards=true",)])
 @pytest.mark.parametrize("layout", ["one rank", "shard 2"])
 def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(ranks, tmp_path, layout, options):
     straight, again = tmp_path / "straight", tmp_path / "again"
@@ -152,21 +146,20 @@ def test_scales_are_right_after_a_load_into_any_layout(ranks, tmp_path, layout):
         for path, amax in amaxes.items():
             if f"weights.{path}.scale" in known:
                 assert known[f"weights.{path}.scale"] == np.float32(448 / np.float64(amax))
-    (wanted, _), *_ = on(
-        ranks, "one rank", _resumed, DELAYED, path=tmp_path / "delayed/checkpoints/step-00000003"
-    )
+    (wanted, _), *_ = on(ranks, "one rank", _resumed, DELAYED, path=tmp_path / "delayed/checkpoints/step-00000003")
     for known, _ in on(ranks, layout, _resumed, DELAYED, path=tmp_path / "delayed/checkpoints/step-00000003"):
         assert all(np.array_equal(known[name], wanted[name]) for name in wanted)
         assert "weights.output.x.scale" in known
 
 
 def test_what_a_checkpoint_lacks_begins_anew_and_is_said(tmp_path, capsys):
-    for name, before in (("tensorwise", ()), ("delayed", ('fp8.skip=["output"]',))):
+    for name, before, lacks in (("tensorwise", (), "15 of 15"), ("delayed", ('fp8.skip=["output"]',), "1 of 15")):
         out = tmp_path / name
         _train(0, 1, (f"fp8.recipe={name}", *before), out, 3)
         capsys.readouterr()
         train(_recipe((DELAYED,)), out=out)
         printed = capsys.readouterr().out
-        assert "lacks fp8 histories of this recipe: they begin anew" in printed
+        assert f"lacks {lacks} fp8 histories of this recipe: all of them begin anew" in printed
     train(_recipe(("fp8.recipe=none",), 9), out=out)
-    assert "fp8.recipe was 'delayed' and is 'none'" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "fp8.recipe was 'delayed' and is 'none'" in printed and "histories are not used" in printed
