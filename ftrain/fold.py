@@ -92,7 +92,7 @@ class _Run:
             weights = arriving.wait()
             arriving = self.gathers[i + 1].start(layers[i + 1]) if i + 1 < n else None
             if with_residuals and i >= n - self.keep:
-                y, residual = linearize(self.block, weights, x, *self.consts)
+                y, residual = linearize(self.block, weights, x, *self.consts, keep=self.gathers[i].weights_live_on)
             else:
                 with torch.no_grad():
                     y, residual = self.block(weights, x, *self.consts), x
@@ -110,7 +110,7 @@ class _Run:
             arriving = self._arriving(i - 1)
             residual, _ = self.tape.pop()
             if isinstance(residual, torch.Tensor):
-                _, residual = linearize(self.block, weights, residual, *self.consts)
+                _, residual = linearize(self.block, weights, residual, *self.consts, keep=True)
             d_weights, grad = residual(weights, grad)
             del weights, residual
             grads[i] = self.gathers[i].scatter(d_weights)
@@ -188,7 +188,7 @@ class _SumOverChunks(torch.autograd.Function):
         weights = call.gather.start(layer).wait()
         total, d_weights, d_xs = None, None, []
         for x, const in zip(xs, consts, strict=True):
-            loss, pullback = linearize(call.fn, weights, x, *const)
+            loss, pullback = linearize(call.fn, weights, x, *const, keep=True)
             d_w, d_x = pullback(weights, torch.ones_like(loss))
             d_xs.append(d_x)
             total = loss if total is None else total + loss

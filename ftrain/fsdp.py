@@ -81,7 +81,13 @@ class Gather:
     world: Group  # all ranks: a weight's scale is that of the whole weight
     reduce_dtype: torch.dtype
     keep: bool = False  # keep gathered weights between forward and backward: reshard_after_forward = false
+    is_identity: bool = False  # nothing moves and nothing is cast: a weight is its shard
     cast: Callable = cast  # fp8.formats.cast, perhaps compiled
+
+    @property
+    def weights_live_on(self) -> bool:
+        """Whether the weights are there after their layer has run, whatever anyone keeps of them."""
+        return self.keep or self.is_identity
 
     @property
     def bytes_per_rank(self) -> int:
@@ -180,6 +186,7 @@ class Arriving:
 
     def _unpacked(self) -> list[torch.Tensor]:
         self.work.wait()
+        self.work = None  # it holds on to the buffer
         arrived, offset = [], 0
         for wire in self.plan.wires:
             arrived.append(_slot(self.buffer, offset, wire).reshape(-1, *wire.shape[1:])[: wire.shape[0]])
@@ -217,6 +224,7 @@ class InFlight:
             return self
         if self.work is not None:
             self.work.wait()
+            self.work = None  # it holds on to the buffers
         mine = self.reduced if self.buffers is None else [self.buffers[0]]
         self.buffers = self.buffers and (self.buffers[0], None)
         self.over_replicas = []
@@ -265,15 +273,16 @@ def make_gather(
         changes nothing else, since the cast to the compute dtype then happens on arrival.
     fp8: path -> (the format that fp8 products take this weight in, or None; whether its codes travel).
     """
-    wires = []
+    wires, is_identity = [], mesh.group("shard") is None
     for param, plan, path in zip(*(tree.leaves(t) for t in (abstract, plans, paths)), strict=True):
         format, travels = fp8(path)
         dtype = format if travels else wire_dtype or compute_dtype
         used = local_shape(param.shape, plan.compute, mesh.shape, 0)  # splits over `tensor` are even: any rank's
         wires.append(Wire(path, used, dtype, compute_dtype, -(-used[0] // mesh.shape.shard), format))
+        is_identity = is_identity and format is None and param.dtype == compute_dtype
     _, treedef = tree.flatten(abstract)
     groups = (mesh.group("shard"), mesh.group("replicate"), mesh.world)
-    return Gather(tuple(wires), treedef, *groups, reduce_dtype, keep, cast)
+    return Gather(tuple(wires), treedef, *groups, reduce_dtype, keep, is_identity, cast)
 
 
 def _bytes(codes: torch.Tensor) -> torch.Tensor:

@@ -22,10 +22,10 @@ Tree = Any
 
 
 class Pullback(NamedTuple):
-    """The backward half of a linearized call. Holds residuals, never the weights."""
+    """The backward half of a linearized call. Holds residuals, and the weights only where they were to be kept."""
 
     output: torch.Tensor  # attached to the autograd graph of this one call
-    leaves: list[torch.Tensor | None]  # gradient edges of (weights, x); None: not differentiable
+    leaves: list  # (weights, x), or the gradient edges of their ports; None: not differentiable
     treedef: Any
     slot: "_WeightSlot"
 
@@ -47,14 +47,23 @@ class Pullback(NamedTuple):
         return tree.unflatten(self.treedef, d_weights), d_x
 
 
-def linearize(fn: Callable, weights: Tree, x: torch.Tensor, *consts: Any) -> tuple[torch.Tensor, Pullback]:
+def linearize(
+    fn: Callable, weights: Tree, x: torch.Tensor, *consts: Any, keep: bool = False
+) -> tuple[torch.Tensor, Pullback]:
     """`fn(weights, x, *consts)` and the function that pulls a cotangent back to (weights, x).
 
     Unlike a closure of torch.func.vjp, the pullback does not keep the weights alive: wherever autograd saves one,
     or a view of one, only its place is kept, and `pullback(weights, cotangent)` is handed the weights again. That
     is what lets gathered weights live only while their layer runs. Works for eager and compiled `fn`.
+    keep: the weights may be kept, since they live on anyway; autograd alone then does, which is quicker.
     """
     leaves, treedef = tree.flatten(weights)
+    if keep:
+        *leaves, x = edges = [_differentiable(leaf) for leaf in (*leaves, x)]
+        with torch.enable_grad():
+            y = fn(tree.unflatten(treedef, leaves), x, *consts)
+        edges = [leaf if leaf.requires_grad else None for leaf in edges]
+        return y.detach(), Pullback(y, edges, treedef, _WeightSlot([]))
     ports = [_port(leaf) for leaf in (*leaves, x)]
     with torch.enable_grad():
         *leaves, x = _AtPorts.apply(len(ports), *ports, *(leaf.detach() for leaf in (*leaves, x)))
@@ -66,12 +75,20 @@ def linearize(fn: Callable, weights: Tree, x: torch.Tensor, *consts: Any) -> tup
     return y.detach(), Pullback(y, edges, treedef, slot)
 
 
+def _has_gradient(leaf: torch.Tensor) -> bool:
+    return leaf.is_floating_point() and leaf.element_size() > 1  # fp8 codes have none
+
+
+def _differentiable(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.detach().requires_grad_(_has_gradient(leaf))
+
+
 def _port(leaf: torch.Tensor) -> torch.Tensor | None:
     """Where the gradient of `leaf` comes out: a tensor of its shape that occupies one number. None: it has none.
 
     The graph holds on to its leaves, so a weight must not be one: it would live until the pullback has run.
     """
-    if not leaf.is_floating_point() or leaf.element_size() == 1:  # fp8
+    if not _has_gradient(leaf):
         return None
     return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape).requires_grad_()
 

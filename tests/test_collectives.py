@@ -36,9 +36,7 @@ def values(rank, dtype):
         check(reduce_scatter(drawn(rank, *wide, dtype=dtype), dim, group), mine, f"reduce_scatter, dim {dim}")
     total = sum(everyones(n, ROWS, WIDTH, dtype=dtype))
     check(all_reduce(drawn(rank, ROWS, WIDTH, dtype=dtype), group), total, "all_reduce")
-    check(
-        all_reduce(drawn(rank, WIDTH, ROWS, dtype=dtype).t(), group), total_of_transposed(n, dtype), "strided"
-    )
+    check(all_reduce(drawn(rank, WIDTH, ROWS, dtype=dtype).t(), group), total_of_transposed(n, dtype), "strided")
     same = drawn(0, ROWS, dtype=dtype)
     check(replicated(same, group), same, "replicated")
 
@@ -117,17 +115,13 @@ def test_a_layer_split_over_ranks_has_the_gradients_of_the_whole_layer(ranks, n,
 
 def maxima(rank, dtype):
     group, nan, inf = dist.group.WORLD, float("nan"), float("inf")
-    rows = torch.tensor(
-        [[1.0, -3.0, -inf, inf, nan, 5.0, -inf], [2.0, -4.0, -inf, 0.0, 7.0, nan, nan]], dtype=dtype
-    )
+    rows = torch.tensor([[1.0, -3.0, -inf, inf, nan, 5.0, -inf], [2.0, -4.0, -inf, 0.0, 7.0, nan, nan]], dtype=dtype)
     expected = torch.tensor([2.0, -3.0, -inf, inf, nan, nan, nan], dtype=dtype)
     got = all_reduce_max(rows[rank], group)
     assert got.dtype == dtype and torch.equal(got.nan_to_num(99.0), expected.nan_to_num(99.0)), f"{got}"
     got = all_reduce_max(rows[rank, 4], group)
     assert got.shape == () and got.isnan(), f"{got}"
-    assert not all_reduce_max(rows[rank].clone().requires_grad_(), group).requires_grad, (
-        "it is differentiable"
-    )
+    assert not all_reduce_max(rows[rank].clone().requires_grad_(), group).requires_grad, "it is differentiable"
     compiled = jit(all_reduce_max)(rows[rank], group)
     assert torch.equal(compiled.nan_to_num(99.0), expected.nan_to_num(99.0)), f"compiled: {compiled}"
 

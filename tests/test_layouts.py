@@ -128,9 +128,7 @@ def test_every_layout_computes_the_gradients_of_one_rank(ranks, name, variant):
     results = ranks(shape.size, one_step, shape, cfg, options, *arguments(**others))
     for result in results:
         assert result[1] == results[0][1], "ranks do not report the same numbers"
-        assert all((result[0][path] == expected[0][path]).all() for path in expected[0]), (
-            "initial values differ"
-        )
+        assert all((result[0][path] == expected[0][path]).all() for path in expected[0]), "initial values differ"
         check_same(result, expected)
 
 
@@ -184,10 +182,7 @@ def test_all_three_axes_at_once(ranks):
 # --- whole runs, from a recipe -----------------------------------------------------------------------------
 
 BASE = (
-    *(
-        f"model.{key}={getattr(ODD, key)}"
-        for key in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads")
-    ),
+    *(f"model.{key}={getattr(ODD, key)}" for key in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads")),
     *(f"model.{key}={getattr(ODD, key)}" for key in ("head_dim", "ffn_dim")),
     "data.source=synthetic",
     f"data.seq_len={SEQ_LEN}",

@@ -47,15 +47,11 @@ class Reference(nn.Module):
             f, s = cfg.rope_theta ** (-2 * i / cfg.head_dim), cfg.rope_scaling
             if s:
                 wavelength, length = 2 * math.pi / f, s["original_max_position_embeddings"]
-                share = (length / wavelength - s["low_freq_factor"]) / (
-                    s["high_freq_factor"] - s["low_freq_factor"]
-                )
+                share = (length / wavelength - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
                 share = min(1.0, max(0.0, share))
                 f = f * share + f / s["factor"] * (1 - share)
             frequencies.append(f)
-        angles = torch.arange(seq)[:, None] * torch.tensor(
-            frequencies
-        )  # rounded to fp32, as ftrain's table is
+        angles = torch.arange(seq)[:, None] * torch.tensor(frequencies)  # rounded to fp32, as ftrain's table is
         return torch.complex(angles.cos().double(), angles.sin().double())
 
     def norm(self, x, name):
@@ -89,9 +85,7 @@ class Reference(nn.Module):
 
     def gradients(self, batch):
         """(loss, {path: gradient}), the loss summed over targets that count."""
-        chosen = (
-            self(batch["tokens"]).log_softmax(-1).gather(-1, batch["targets"].clamp(min=0)[..., None])[..., 0]
-        )
+        chosen = self(batch["tokens"]).log_softmax(-1).gather(-1, batch["targets"].clamp(min=0)[..., None])[..., 0]
         loss = -chosen[batch["targets"] != IGNORE].sum()
         names = list(self.weights)
         grads = torch.autograd.grad(loss, [self.weights[name] for name in names])
@@ -110,9 +104,7 @@ def parameters(cfg, dtype=torch.float32):
 
 
 def batch_of(cfg, sequences=3, seq_len=16):
-    tokens = torch.randint(
-        0, cfg.vocab_size, (sequences, seq_len + 1), generator=torch.Generator().manual_seed(3)
-    )
+    tokens = torch.randint(0, cfg.vocab_size, (sequences, seq_len + 1), generator=torch.Generator().manual_seed(3))
     targets = tokens[:, 1:].clone()
     targets[0, 5:] = IGNORE
     return {"tokens": tokens[:, :-1], "targets": targets}
@@ -142,9 +134,7 @@ def test_loss_and_every_gradient_are_those_of_a_plain_module(cfg, dtype, toleran
         assert (grads[path] - want).norm() <= tolerance * want.norm(), path
 
 
-@pytest.mark.parametrize(
-    "path", ["embedding", "layers.0.wq", "layers.1.w_down", "layers.0.mlp_norm", "norm", "output"]
-)
+@pytest.mark.parametrize("path", ["embedding", "layers.0.wq", "layers.1.w_down", "layers.0.mlp_norm", "norm", "output"])
 def test_gradients_are_differences_of_losses(path):
     params, batch = parameters(CFG, torch.float64), batch_of(CFG)
     _, _, grads = gradients(CFG, params, batch, **FP64)
@@ -157,9 +147,7 @@ def test_gradients_are_differences_of_losses(path):
             with torch.no_grad():
                 ends.append(loss(params, batch)[0])
             leaf[index] = value
-        assert grads[path].view(-1)[index].item() == pytest.approx(
-            ((ends[0] - ends[1]) / (2 * h)).item(), rel=1e-4
-        )
+        assert grads[path].view(-1)[index].item() == pytest.approx(((ends[0] - ends[1]) / (2 * h)).item(), rel=1e-4)
 
 
 def test_the_gradient_of_a_tied_matrix_is_the_sum_of_both_uses():
@@ -281,9 +269,7 @@ def test_globs_of_products_name_every_matrix_that_multiplies(cfg):
 
     paths = tree.names(llama.abstract(cfg))
     chosen = {path for path in paths if any(fnmatchcase(path, glob) for glob in llama.product_weights(cfg))}
-    others = {path for path in paths if path.endswith("norm")} | (
-        set() if cfg.tie_embeddings else {"embedding"}
-    )
+    others = {path for path in paths if path.endswith("norm")} | (set() if cfg.tie_embeddings else {"embedding"})
     assert chosen == set(paths) - others
 
 

@@ -41,9 +41,7 @@ def test_rms_norm_of_bf16_is_computed_in_fp32():
     x, weight = drawn(64, 256, dtype=torch.bfloat16), drawn(256, seed=1, dtype=torch.bfloat16)
     got, exact = rms_norm(x, weight, 1e-5), rms_norm(x.double(), weight.double(), 1e-5)
     assert got.dtype == torch.bfloat16
-    assert (
-        (got.double() - exact).abs() <= 2**-8 * exact.abs()
-    ).all()  # half a bf16 step: rounded once, at the end
+    assert ((got.double() - exact).abs() <= 2**-8 * exact.abs()).all()  # half a bf16 step: rounded once, at the end
 
 
 SCALING = {
@@ -69,11 +67,7 @@ def test_long_wavelengths_are_stretched_and_short_ones_kept():
     assert torch.equal(scaled[turns > 4.001], plain[turns > 4.001])
     assert torch.allclose(scaled[turns < 0.999], plain[turns < 0.999] / 8, rtol=1e-6)
     between = (turns > 1) & (turns < 4)
-    assert (
-        between.any()
-        and (scaled[between] < plain[between]).all()
-        and (scaled[between] > plain[between] / 8).all()
-    )
+    assert between.any() and (scaled[between] < plain[between]).all() and (scaled[between] > plain[between] / 8).all()
 
 
 def test_rope_turns_pairs_by_their_positions_angle():
@@ -167,18 +161,14 @@ def test_cross_entropy_is_a_sum_over_targets_that_count():
     expected = -logits.log_softmax(-1)[counted, targets[counted]].sum()
     assert torch.allclose(cross_entropy(logits, targets), expected, rtol=1e-6)
     got = grad(cross_entropy)(logits, targets)
-    assert torch.allclose(
-        got[counted], logits[counted].softmax(-1) - F.one_hot(targets[counted], V), atol=1e-6
-    )
+    assert torch.allclose(got[counted], logits[counted].softmax(-1) - F.one_hot(targets[counted], V), atol=1e-6)
     assert (got[~counted] == 0).all()
 
 
 def test_cross_entropy_of_low_precision_logits_is_fp32_and_of_fp64_stays_fp64():
     logits, targets = loss_inputs()
     assert cross_entropy(logits.bfloat16(), targets).dtype == torch.float32
-    assert torch.equal(
-        cross_entropy(logits.bfloat16(), targets), cross_entropy(logits.bfloat16().float(), targets)
-    )
+    assert torch.equal(cross_entropy(logits.bfloat16(), targets), cross_entropy(logits.bfloat16().float(), targets))
     assert cross_entropy(logits.double(), targets).dtype == torch.float64
 
 

@@ -64,9 +64,7 @@ def test_every_rank_has_a_place_of_its_own_and_tensor_peers_are_neighbours(mesh)
     for replicate, shard in product(range(mesh.replicate), range(mesh.shard)):
         peers = ranks[replicate, :, shard].tolist()
         assert peers == list(range(peers[0], peers[0] + mesh.tensor))
-        assert len({mesh.data_index(rank) for rank in peers}) == 1, (
-            "tensor peers must read the same sequences"
-        )
+        assert len({mesh.data_index(rank) for rank in peers}) == 1, "tensor peers must read the same sequences"
     assert {mesh.data_index(rank) for rank in range(mesh.size)} == set(range(mesh.data))
 
 
@@ -83,9 +81,7 @@ def test_a_degree_below_one_is_refused(degrees):
 
 
 def test_a_mesh_of_another_size_than_the_world_is_refused():
-    with pytest.raises(
-        ShardingError, match="replicate 1 x shard 2 x tensor 3 = 6 ranks, but the world has 1"
-    ):
+    with pytest.raises(ShardingError, match="replicate 1 x shard 2 x tensor 3 = 6 ranks, but the world has 1"):
         make_mesh(MeshShape(shard=2, tensor=3))
 
 
@@ -233,9 +229,7 @@ def against_dtensor(rank, shape):
     for spec, sizes in product(SPECS, SHAPES):
         whole = torch.arange(sizes[0] * sizes[1], dtype=torch.float32).view(sizes)
         slices = local_slices(sizes, spec, shape, rank)
-        theirs, offset = compute_local_shape_and_global_offset(
-            sizes, mesh.device_mesh, placements(spec, shape)
-        )
+        theirs, offset = compute_local_shape_and_global_offset(sizes, mesh.device_mesh, placements(spec, shape))
         mine = tuple(s.stop - s.start for s in slices)
         if mine != tuple(theirs) or (all(mine) and tuple(s.start for s in slices) != tuple(offset)):
             wrong.append(f"rank {rank}: {sizes} by {spec}: {slices}, DTensor's {theirs} at {offset}")

@@ -19,9 +19,7 @@ CFG = llama.Config(vocab_size=64, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, h
 
 
 def adamw(lr=1e-2, weight_decay=0.1, clip=1.0):
-    return optim.chain(
-        optim.clip_by_global_norm(clip), optim.adamw(lr, betas=(0.9, 0.999), weight_decay=weight_decay)
-    )
+    return optim.chain(optim.clip_by_global_norm(clip), optim.adamw(lr, betas=(0.9, 0.999), weight_decay=weight_decay))
 
 
 def start(optimizer, seed=7):
@@ -84,9 +82,7 @@ def test_donation_changes_buffers_and_no_numbers():
         check_bitwise(b, a)
         check_bitwise(b_metrics, a_metrics)
         for old, new in zip(b_before, tree.leaves((b.params, b.opt_state)), strict=True):
-            assert not isinstance(new, torch.Tensor) or new.data_ptr() == old.data_ptr(), (
-                "donated, yet copied"
-            )
+            assert not isinstance(new, torch.Tensor) or new.data_ptr() == old.data_ptr(), "donated, yet copied"
 
 
 def test_a_train_state_is_a_tree():
@@ -141,13 +137,9 @@ def test_accumulation_changes_no_gradient(micro_batches):
     optimizer = optim.sgd(1.0)  # so that the parameters' change is the gradient
     loss = llama.make_model(CFG).loss
     whole, metrics = make_train_step(loss, optimizer)(start(optimizer), batch_of())
-    parts, parts_metrics = make_train_step(loss, optimizer, micro_batches=micro_batches)(
-        start(optimizer), batch_of()
-    )
+    parts, parts_metrics = make_train_step(loss, optimizer, micro_batches=micro_batches)(start(optimizer), batch_of())
     initial = start(optimizer).params
-    check_close(
-        *(tree.map(lambda a, b: a - b, new.params, initial) for new in (parts, whole)), tolerance=2e-5
-    )
+    check_close(*(tree.map(lambda a, b: a - b, new.params, initial) for new in (parts, whole)), tolerance=2e-5)
     check_close(parts_metrics, metrics)
     assert metrics["tokens"] == 27
 
@@ -170,9 +162,7 @@ def test_gradients_that_share_memory_accumulate_right():
     params = {"a": torch.zeros(3), "b": torch.zeros(3), "c": torch.zeros(3), "unused": torch.ones(2)}
     batch = {"x": torch.arange(12.0).view(4, 3)}
     optimizer = optim.sgd(1.0)
-    new, _ = make_train_step(shares_gradients, optimizer, micro_batches=4)(
-        init_state(params, optimizer), batch
-    )
+    new, _ = make_train_step(shares_gradients, optimizer, micro_batches=4)(init_state(params, optimizer), batch)
     for name in ("a", "b"):
         assert torch.allclose(new.params[name], -batch["x"].sum(0) / 12)
     assert torch.allclose(new.params["c"], torch.full((3,), -4 / 12))
@@ -224,17 +214,15 @@ def test_a_run_of_steps_is_a_loop_written_by_hand_with_torchs_adamw():
 
 def test_bf16_compute_keeps_parameters_and_moments_in_fp32():
     optimizer = adamw()
-    step = make_train_step(
-        llama.make_model(CFG, Execution(compute_dtype=torch.bfloat16)).loss, optimizer, donate=True
-    )
+    step = make_train_step(llama.make_model(CFG, Execution(compute_dtype=torch.bfloat16)).loss, optimizer, donate=True)
     exact = make_train_step(llama.make_model(CFG).loss, optimizer)
     _, expected = exact(start(optimizer), batch_of())
     state, metrics = step(start(optimizer), batch_of())
     assert metrics["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-2)
     assert metrics["grad_norm"].item() == pytest.approx(expected["grad_norm"].item(), rel=3e-2)
-    assert {
-        leaf.dtype for leaf in tree.leaves((state.params, state.opt_state)) if isinstance(leaf, torch.Tensor)
-    } == {torch.float32}
+    assert {leaf.dtype for leaf in tree.leaves((state.params, state.opt_state)) if isinstance(leaf, torch.Tensor)} == {
+        torch.float32
+    }
 
 
 # --- batches at the edge -----------------------------------------------------------------------------------
@@ -252,9 +240,7 @@ def test_a_batch_in_which_nothing_counts_is_a_gradient_of_zero(micro_batches):
 
 def test_a_micro_batch_in_which_nothing_counts_adds_nothing():
     optimizer, loss = optim.sgd(1.0), llama.make_model(CFG).loss
-    both, metrics = make_train_step(loss, optimizer, micro_batches=2)(
-        start(optimizer), batch_of(valid=(3, 16, 0, 0))
-    )
+    both, metrics = make_train_step(loss, optimizer, micro_batches=2)(start(optimizer), batch_of(valid=(3, 16, 0, 0)))
     first = {key: value[:2] for key, value in batch_of(valid=(3, 16, 0, 0)).items()}
     alone, alone_metrics = make_train_step(loss, optimizer)(start(optimizer), first)
     check_bitwise(both.params, alone.params)
@@ -299,9 +285,7 @@ def test_evaluation_sums_tokens_whatever_the_batch():
 def series(steps=3, micro_batches=1, **options):
     """The losses and norms of some steps, and the parameters after them."""
     optimizer = adamw()
-    step = make_train_step(
-        llama.make_model(CFG, Execution(**options)).loss, optimizer, micro_batches=micro_batches
-    )
+    step = make_train_step(llama.make_model(CFG, Execution(**options)).loss, optimizer, micro_batches=micro_batches)
     state, seen = start(optimizer), []
     for i in range(steps):
         state, metrics = step(state, batch_of(i))
@@ -324,11 +308,7 @@ def test_a_compiled_run_with_remat_and_accumulation_is_the_plain_one():
 # --- long runs ---------------------------------------------------------------------------------------------
 
 TINY = (
-    *(
-        f"model.{name}={value}"
-        for name, value in vars(CFG).items()
-        if name not in ("rope_scaling", "norm_eps")
-    ),
+    *(f"model.{name}={value}" for name, value in vars(CFG).items() if name not in ("rope_scaling", "norm_eps")),
     "data.source=synthetic",
     "data.seq_len=16",
     "data.global_batch_size=4",
@@ -340,9 +320,7 @@ TINY = (
 
 
 def tiny_run(*overrides):
-    return Run(
-        load_recipe("debug", (*(o.replace("=False", "=false") for o in TINY), *overrides)), device="cpu"
-    )
+    return Run(load_recipe("debug", (*(o.replace("=False", "=false") for o in TINY), *overrides)), device="cpu")
 
 
 def live_tensors():
@@ -358,9 +336,7 @@ def rss():
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size,steps", [(4, 400), (2, 200)])
 def test_nothing_piles_up_over_a_run(micro_batch_size, steps):
-    run = tiny_run(
-        "train.compile=false", f"train.steps={steps}", f"train.micro_batch_size={micro_batch_size}"
-    )
+    run = tiny_run("train.compile=false", f"train.steps={steps}", f"train.micro_batch_size={micro_batch_size}")
     state, log, seen = run.init(), [], {}
     while state.step < steps:
         state, metrics = run.step(state, run.batch(state.step))
@@ -377,12 +353,8 @@ def test_nothing_piles_up_over_a_run(micro_batch_size, steps):
 def test_a_run_compiles_in_its_first_step_and_first_validation_only():
     torch._dynamo.reset()
     counters.clear()
-    run = tiny_run(
-        "train.compile=true", "train.steps=20", "schedule.warmup_steps=5", "validation.sequences=5"
-    )
-    eager = tiny_run(
-        "train.compile=false", "train.steps=20", "schedule.warmup_steps=5", "validation.sequences=5"
-    )
+    run = tiny_run("train.compile=true", "train.steps=20", "schedule.warmup_steps=5", "validation.sequences=5")
+    eager = tiny_run("train.compile=false", "train.steps=20", "schedule.warmup_steps=5", "validation.sequences=5")
     state, expected, graphs, rates = run.init(), eager.init(), {}, set()
     for i in range(20):
         state, metrics = run.step(state, run.batch(i))
@@ -398,8 +370,6 @@ def test_a_run_compiles_in_its_first_step_and_first_validation_only():
     assert len(rates) == 20
     assert graphs[1] == 2, "the block and the loss are one graph each, whatever the depth"
     assert graphs[9] == graphs[1], "a step compiled again"
-    assert graphs[10] <= graphs[9] + 2, (
-        "validation compiles the block and the loss once more, without gradients"
-    )
+    assert graphs[10] <= graphs[9] + 2, "validation compiles the block and the loss once more, without gradients"
     assert graphs[20] == graphs[10], "the second half compiled again"
     assert not counters["recompiles"] and not counters["graph_break"]

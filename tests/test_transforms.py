@@ -96,16 +96,12 @@ def test_buffers_that_leaves_share_are_not_added_to_twice():
     first, second = (piece.data_ptr() for piece in total["halves"])
     got = add(total, new)
     assert [got[name].tolist() for name in "abc"] == [[3.0] * 3, [4.0] * 3, [5.0] * 3]
-    assert [piece.data_ptr() for piece in got["halves"]] == [first, second], (
-        "pieces of one buffer share nothing"
-    )
+    assert [piece.data_ptr() for piece in got["halves"]] == [first, second], "pieces of one buffer share nothing"
 
 
 def test_low_precision_gradients_are_added_in_fp32():
     low = {"g": torch.full((1,), 256.0, dtype=torch.bfloat16)}
-    got = add(
-        add(low, {"g": torch.ones(1, dtype=torch.bfloat16)}), {"g": torch.ones(1, dtype=torch.bfloat16)}
-    )
+    got = add(add(low, {"g": torch.ones(1, dtype=torch.bfloat16)}), {"g": torch.ones(1, dtype=torch.bfloat16)})
     assert got["g"].dtype == torch.float32 and got["g"].item() == 258.0
 
 
