@@ -15,16 +15,17 @@ def generate(
     seq_len: int,
     temperature: float = 0.0,
     seed: int = 0,
-    stop: int | None = None,
     group: Group = None,
     device: torch.device | str = "cpu",
 ) -> list[int]:
-    """The `n` token ids (fewer where `stop` comes up) that follow `prompt`, given int64 tokens (1, S) -> logits (1, S, V).
+    """The `n` token ids that follow `prompt`.
 
-    temperature 0 takes the likeliest token; above it tokens are drawn from softmax(logits / temperature) with `seed`.
+    logits: int64 tokens (1, seq_len) -> (1, seq_len, V). Over a `group` each rank gives its slice of the vocabulary,
+        and all ranks must call.
+    temperature: 0 takes the likeliest token; above it tokens are drawn from softmax(logits / temperature) with `seed`.
+
     The model sees the last `seq_len` tokens, padded on the right, where causal attention does not look: every call has
-    one shape. Over a `group` each rank has a slice of the vocabulary, and all ranks must call. Raises ValueError for an
-    empty prompt.
+    one shape. Raises ValueError for an empty prompt.
     """
     if not prompt:
         raise ValueError("generate needs at least one token to start from; the prompt is empty")
@@ -42,6 +43,4 @@ def generate(
         else:
             token = int(torch.multinomial((last / temperature).softmax(-1), 1, generator=generator))
         ids.append(token)
-        if token == stop:
-            break
     return ids[len(prompt) :]

@@ -29,7 +29,7 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True)
 class World:
-    """This process among all, and among those of its machine.
+    """This process among all ranks, and its number among those of its machine.
 
     master: the address where rank 0 listens. restarts: how often torchrun has started these ranks again.
     """
@@ -37,7 +37,6 @@ class World:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    local_world_size: int = 1
     master: str = ""
     restarts: int = 0
 
@@ -69,7 +68,7 @@ def world_from_env(environ: Mapping[str, str]) -> World:
             )
     master = f"{environ['MASTER_ADDR']}:{numbers['MASTER_PORT']}"
     restarts = whole(environ, RESTARTS) if environ.get(RESTARTS) else 0
-    return World(rank, world_size, local_rank, local_size, master, restarts)
+    return World(rank, world_size, local_rank, master, restarts)
 
 
 def check_world(parallel, world: World, command: str) -> str | None:

@@ -64,8 +64,7 @@ def parity(
     world = world or World()
     with process_group(world, default_device(world)):
         run = Run(recipe, world=world)
-        path = resume.find_checkpoint(checkpoint, f"--checkpoint {checkpoint}") if checkpoint else None
-        state = resume.restore_params(run, path)[0] if path else run.init()
+        state, path = resume.state_to_read(run, checkpoint)
         return compare(run, state) | {"step": state.step, "checkpoint": str(path) if path else None}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ftrain import checkpoint, tree
 from ftrain.recipe import Recipe, RecipeError, dump
+from ftrain.run import Run
 from ftrain.step import TrainState, apply_post, stored
 
 # A batch is a function of these and the step: with other values, the steps that a checkpoint has behind it
@@ -86,7 +87,7 @@ def _say_skipped(skipped: list[tuple[Path, str]], say: Callable[[str], None]) ->
         say(f"not resumed from {folder}: {reason}")
 
 
-def restore(run: Any, path: Path, like: TrainState, say: Callable[[str], None]) -> tuple[TrainState, dict[str, Any]]:
+def restore(run: Run, path: Path, like: TrainState, say: Callable[[str], None]) -> tuple[TrainState, dict[str, Any]]:
     """The state of a checkpoint in the structure and layout of `like`, and its meta. Collective.
 
     Says what in the recipe is not as it was when the checkpoint was written. Raises RecipeError where that
@@ -108,11 +109,19 @@ def restore(run: Any, path: Path, like: TrainState, say: Callable[[str], None]) 
     return apply_post(state, run.post), meta
 
 
-def restore_params(run: Any, path: Path) -> tuple[TrainState, dict[str, Any]]:
-    """As `restore`, for a state that is only read: no optimizer state, and any recipe will do. Collective."""
+def state_to_read(run: Run, place: Path | str | None) -> tuple[TrainState, Path | None]:
+    """A state of which only the parameters will be read, in the layout of `run`, and its checkpoint. Collective.
+
+    place: a checkpoint's folder, or that of a run, whose newest counts; None: the initial values, and no checkpoint.
+    Unlike `restore` it loads no optimizer state, and takes any recipe of the same model. Raises RecipeError where there
+    is no checkpoint, CheckpointError where its parameters do not fit.
+    """
+    if place is None:
+        return run.init(), None
+    path = find_checkpoint(place, f"--checkpoint {place}")
     known, _ = _histories(path, stored(run.init())._replace(opt_state=None))
-    state, meta = checkpoint.load(path, known, ignore=("opt_state", "fp8_state"))
-    return apply_post(state, run.post), meta
+    state, _ = checkpoint.load(path, known, ignore=("opt_state", "fp8_state"))
+    return apply_post(state, run.post), path
 
 
 def _histories(path: Path, known: TrainState) -> tuple[TrainState, list[str]]:

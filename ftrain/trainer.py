@@ -68,8 +68,6 @@ def train(
             write_recipe(recipe, out)
         state, meta = run.init(), {}
         if start:
-            if hf := getattr(recipe.model, "hf", None):
-                progress.say(f"model.hf={hf!r} is passed over: the run goes on from {start}")
             state, meta = resume.restore(run, start, state, progress.say)
         if state.step >= recipe.train.steps:
             progress.say(f"nothing to train: {state.step} of train.steps={recipe.train.steps} steps are done")
@@ -91,8 +89,7 @@ def validate(
     world = world or World()
     with process_group(world, default_device(world)):
         run = Run(recipe, world=world)
-        path = resume.find_checkpoint(checkpoint, f"--checkpoint {checkpoint}") if checkpoint else None
-        state = resume.restore_params(run, path)[0] if path else run.init()
+        state, path = resume.state_to_read(run, checkpoint)
         total, tokens = run.evaluate(state)
         loss = total / tokens if tokens else math.nan
         return {

@@ -22,12 +22,12 @@ FULL = {
 
 
 def test_a_plain_start_is_one_rank():
-    assert world_from_env({"PATH": "/bin"}) == World(0, 1, 0, 1)
+    assert world_from_env({"PATH": "/bin"}) == World(0, 1, 0)
     assert world_from_env({"MASTER_ADDR": "host", "MASTER_PORT": "29500"}) == World()
 
 
 def test_torchruns_variables():
-    assert world_from_env(FULL) == World(3, 8, 1, 2, "host:29500")
+    assert world_from_env(FULL) == World(3, 8, 1, "host:29500")
 
 
 @pytest.mark.parametrize("present", [["WORLD_SIZE"], ["RANK", "WORLD_SIZE"], ["LOCAL_RANK", "MASTER_PORT"]])

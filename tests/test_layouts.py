@@ -210,7 +210,7 @@ def run_steps(rank, shape, overrides, steps=3):
     each = SEQUENCES // shape.data
     rows = f"train.micro_batch_size={each // (2 if each % 2 == 0 else 3)}"
     recipe = load_recipe("debug", (*BASE, *parallel, rows, *overrides))
-    run = Run(recipe, World(rank, shape.size, rank, shape.size), "cpu")
+    run = Run(recipe, World(rank, shape.size), "cpu")
     state, seen = run.init(), []
     for step in range(steps):
         state, metrics = run.step(state, run.batch(step))
