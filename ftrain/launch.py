@@ -4,12 +4,15 @@ A plain start is one rank. torchrun, or anything that sets its environment varia
 `--nproc`, which is spawn.py.
 """
 
+import math
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+
+from ftrain.recipe import Parallel
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
@@ -71,15 +74,13 @@ def world_from_env(environ: Mapping[str, str]) -> World:
     return World(rank, world_size, local_rank, master, restarts)
 
 
-def check_world(parallel, world: World, command: str) -> str | None:
+def check_world(parallel: Parallel, world: World, command: str) -> str | None:
     """What to type instead, where [parallel] wants several ranks and a plain start made one; else None.
 
     command: the words after `ftrain`, such as "train debug".
     """
-    degrees = {name: getattr(parallel, name) for name in ("replicate", "shard", "tensor")}
-    needed = 1
-    for degree in degrees.values():
-        needed *= max(degree, 1)
+    degrees = parallel.degrees
+    needed = math.prod(max(degree, 1) for degree in degrees.values())
     if world.world_size > 1 or needed == 1:
         return None
     layout = " x ".join(f"{name} {degree}" for name, degree in degrees.items())

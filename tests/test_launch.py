@@ -5,11 +5,11 @@ import socket
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from ftrain.launch import LaunchError, World, check_world, is_lost_peer, world_from_env
+from ftrain.recipe import Parallel
 
 FULL = {
     "RANK": "3",
@@ -54,8 +54,8 @@ def test_variables_that_cannot_be(change, said):
         world_from_env({**FULL, **change})
 
 
-def parallel(replicate=1, shard=1, tensor=1):
-    return SimpleNamespace(replicate=replicate, shard=shard, tensor=tensor)
+def parallel(shard=1, tensor=1):
+    return Parallel(shard=shard, tensor=tensor)
 
 
 def test_a_plain_start_that_needs_more_says_what_to_type():

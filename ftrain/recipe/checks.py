@@ -1,13 +1,12 @@
 """What concerns two keys of a recipe at once, or a key and the number of ranks: one function for each."""
 
 import dataclasses
-import importlib
-import importlib.resources
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from ftrain.models import families, family
 from ftrain.recipe.strict import nearest, show
 from ftrain.recipe.tables import Model, Parallel, Recipe
 
@@ -30,16 +29,15 @@ def model_config(model: Model) -> Any:
 
     Imports the family's module (and so torch). Raises RecipeError.
     """
-    families = _families()
-    if model.family not in families:
-        close = nearest(model.family, families)
+    if model.family not in families():
+        close = nearest(model.family, families())
         raise RecipeError(
             [
-                f"model.family = {show(model.family)}: expected one of {_quoted(families)}"
+                f"model.family = {show(model.family)}: expected one of {_quoted(families())}"
                 + (f" ({close})." if close else ".")
             ]
         )
-    module = importlib.import_module(f"ftrain.models.{model.family}")
+    module = family(model.family)
     given = {k: v for k, v in vars(model).items() if v is not None and k not in ("family", "preset")}
     known = {field.name: field for field in dataclasses.fields(module.Config)}
     problems = [
@@ -88,11 +86,9 @@ def resolve_parallel(parallel: Parallel, world_size: int) -> Parallel:
     problems = list(_layout_problems(parallel, world_size))
     if problems:
         raise RecipeError(problems)
-    degrees = {name: getattr(parallel, name) for name in ("replicate", "shard", "tensor")}
-    known = math.prod(degree for degree in degrees.values() if degree != -1)
-    return dataclasses.replace(
-        parallel, **{name: world_size // known for name, degree in degrees.items() if degree == -1}
-    )
+    known = math.prod(degree for degree in parallel.degrees.values() if degree != -1)
+    left = [axis for axis, degree in parallel.degrees.items() if degree == -1]
+    return dataclasses.replace(parallel, **{axis: world_size // known for axis in left})
 
 
 def accumulation(recipe: Recipe, dp: int) -> int:
@@ -125,7 +121,7 @@ def _warmup_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
 
 def _layout_problems(parallel: Parallel, world_size: int | None) -> Iterator[str]:
     """At most one line: the three degrees, the world size where it is known, and what is wrong with them."""
-    degrees = {name: getattr(parallel, name) for name in ("replicate", "shard", "tensor")}
+    degrees = parallel.degrees
     line = "parallel: " + " x ".join(f"{name} {degree}" for name, degree in degrees.items())
     line += "" if world_size is None else f" on a world size of {world_size}"
     wrong = [f"{name}={degree}" for name, degree in degrees.items() if degree < 1 and degree != -1]
@@ -221,17 +217,16 @@ def _fp8_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
         return
     from ftrain import fp8, tree
 
-    family = importlib.import_module(f"ftrain.models.{recipe.model.family}")
-    config = model_config(recipe.model)
+    module, config = family(recipe.model.family), model_config(recipe.model)
     try:
-        plan = fp8.use(recipe.fp8, family.product_weights(config))
+        plan = fp8.use(recipe.fp8, module.product_weights(config))
     except ValueError as error:
         yield from str(error).splitlines()
         return
     tensor = recipe.parallel.tensor
     if tensor == -1 and world_size is not None and not any(_layout_problems(recipe.parallel, world_size)):
         tensor = resolve_parallel(recipe.parallel, world_size).tensor
-    yield from plan.problems(tree.names(family.abstract(config)), tensor=tensor)
+    yield from plan.problems(tree.names(module.abstract(config)), tensor=tensor)
 
 
 _Check = Callable[[Recipe, int | None], Iterator[str]]
@@ -255,14 +250,6 @@ def check(recipe: Recipe, world_size: int | None = None, bad: Collection[str] = 
         if not any(path == read or path.startswith(read + ".") for path in bad for read in reads):
             problems += find(recipe, world_size)
     return problems
-
-
-def _families() -> list[str]:
-    """The modules of ftrain.models, without importing any."""
-    folder = importlib.resources.files("ftrain") / "models"
-    return sorted(
-        file.name[:-3] for file in folder.iterdir() if file.name.endswith(".py") and file.name[0] != "_"
-    )
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -76,6 +76,11 @@ class Parallel:
         True, "drop gathered weights after the forward, gather again in the backward"
     )
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Ranks along each mesh axis, by its name."""
+        return {"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -192,7 +197,9 @@ class Metrics:
 
     tensorboard: bool = key(False, "write TensorBoard events (needs the tensorboard package)")
     wandb: bool = key(False, "log to Weights & Biases (needs the wandb package)")
-    profile_steps: tuple[int, ...] = key((), "steps of which a profiler trace is written", low=1)
+    profile_steps: tuple[int, ...] = key(
+        (), "a profiler trace is written, from the first of these steps to the last", low=1
+    )
 
 
 @dataclass(frozen=True)
