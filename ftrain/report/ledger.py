@@ -78,7 +78,7 @@ class Ledger(TorchDispatchMode):
         result = op(*args, **(kwargs or {}))
         made = list(_tensors((result,)))
         for tensor in made:
-            self._note(tensor)
+            self._note(tensor, args)
         if op.namespace != "aten" or op._opname in _PRODUCTS or "attention" in op._opname:
             made += _tensors(args)
         elif op._opname not in _SUMS:
@@ -91,11 +91,11 @@ class Ledger(TorchDispatchMode):
         known = self._alive.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[0]
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _note(self, tensor: torch.Tensor, args: Any) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._alive:
-            return
+        if address in self._alive or any(arg.untyped_storage()._cdata == address for arg in _tensors(args)):
+            return  # the second: a view of something from before the ledger
         number, nbytes = len(self.makers), storage.nbytes()
 
         def gone(_):

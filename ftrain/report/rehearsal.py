@@ -39,10 +39,8 @@ _KINDS = (
     ("fold.", ACTIVATIONS),
 )
 FUSED = (ACTIVATIONS, LOGITS, BACKWARD)  # made in compiled code, where a recipe compiles
-KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, FP8_STATE, UNDER_WAY, GATHERED, ACTIVATIONS, LOGITS, BACKWARD, OTHER)
 
-
-MICRO_BATCHES = 3
+MICRO_BATCHES = 3  # how many are gone through
 
 
 class Site(NamedTuple):
@@ -63,7 +61,7 @@ class PerElement(NamedTuple):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one step of one rank did. Memory is in bytes by kind (`KINDS`).
+    """What one step of one rank did. Memory is in bytes by kind, those above.
 
     counts, sent: of every place that communicates, how often it is called and the bytes it puts in, in one step.
     start: alive before the step. Of the last micro-batch, saved: alive between forward and backward; done: when its
