@@ -62,15 +62,15 @@ class Execution:
 
     def post(self, abstract: Any) -> tuple[Callable, ...]:
         """The transforms that run wherever parameters are made (fp8.make_post); none where nothing is kept."""
-        world, plan = self.mesh.world, self.fp8
-        operand = fp8.wire_operand(plan.recipe)
+        world, in_fp8 = self.mesh.world, self.fp8
+        operand = fp8.wire_operand(in_fp8.recipe)
         transform = fp8.make_post(
-            plan.recipe,
+            in_fp8.recipe,
             abstract,
-            plan.runs,
-            precompute=plan.precompute_scales,
-            cache=plan.cache_shards,
-            codes_travel=plan.all_gather and operand is not None,
+            in_fp8.runs,
+            precompute=in_fp8.precompute_scales,
+            cache=in_fp8.cache_shards,
+            codes_travel=in_fp8.all_gather and operand is not None,
             wire_dtype=self.wire_dtype or self.compute_dtype,
             all_reduce_max=None if world is None else lambda x: all_reduce_max(x, world),
             cast=self._cast,

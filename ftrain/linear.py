@@ -19,7 +19,11 @@ from ftrain.fp8.state import Fp8Weight
 
 
 class Linear(NamedTuple):
-    """The two products of a block, and the group that splits them (None on one rank)."""
+    """The two products of a block, and the group of n ranks that splits them (None on one rank).
+
+    column: (x (B, S/n, D), weights (F/n, D)...) -> one (B, S, F/n) for each weight.
+    row: (x (B, S, F/n), weight (D, F/n)) -> (B, S/n, D).
+    """
 
     column: Callable[..., tuple[torch.Tensor, ...]]
     row: Callable[[torch.Tensor, torch.Tensor | Fp8Weight], torch.Tensor]
@@ -31,16 +35,10 @@ def make_linear(recipe: fp8.Recipe = fp8.NONE, group: Group = None) -> Linear:
 
     def column(x_BSD: torch.Tensor, *weights_FD: torch.Tensor | Fp8Weight) -> tuple[torch.Tensor, ...]:
         in_fp8 = [w for w in weights_FD if isinstance(w, Fp8Weight)]
-        outputs = iter(())
-        if in_fp8:
-            outputs = iter(
-                fp8.column(
-                    x_BSD, [w.weight for w in in_fp8], recipe, group, x_history=_shared(in_fp8), g_histories=_own(in_fp8)
-                )
-            )
+        products = iter(_fp8_column(x_BSD, in_fp8, recipe, group) if in_fp8 else ())
         if len(in_fp8) < len(weights_FD):
             x_BSD = all_gather(x_BSD, 1, group)
-        return tuple(next(outputs) if isinstance(w, Fp8Weight) else F.linear(x_BSD, w) for w in weights_FD)
+        return tuple(next(products) if isinstance(w, Fp8Weight) else F.linear(x_BSD, w) for w in weights_FD)
 
     def row(x_BSF: torch.Tensor, weight_DF: torch.Tensor | Fp8Weight) -> torch.Tensor:
         if isinstance(weight_DF, Fp8Weight):
@@ -50,10 +48,10 @@ def make_linear(recipe: fp8.Recipe = fp8.NONE, group: Group = None) -> Linear:
     return Linear(column, row, group)
 
 
-def _shared(weights: list[Fp8Weight]) -> fp8.History | None:
-    """The history of the one input that several weights share: the first one's."""
-    return weights[0].x
-
-
-def _own(weights: list[Fp8Weight]) -> list[fp8.History] | None:
-    return None if weights[0].g is None else [w.g for w in weights]
+def _fp8_column(
+    x_BSD: torch.Tensor, weights: list[Fp8Weight], recipe: fp8.Recipe, group: Group
+) -> tuple[torch.Tensor, ...]:
+    """`fp8.column` with the histories that the weights carry: of x the first one's, of its gradient each one's own."""
+    g_histories = None if weights[0].g is None else [w.g for w in weights]
+    tensors = [w.weight for w in weights]
+    return fp8.column(x_BSD, tensors, recipe, group, x_history=weights[0].x, g_histories=g_histories)

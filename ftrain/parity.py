@@ -199,8 +199,8 @@ def reference_gradients(run: Run, params: Tree, known: Tree) -> tuple[float, Tre
     that the values which share a scale are the same.
     """
     params = tree.map(lambda p: p.float(), params)
-    recipe, plan = run.recipe, run.execution.fp8
-    watched = _Watched(plan, params, dict(_states(run.abstract, known)))
+    recipe = run.recipe
+    watched = _Watched(run.execution.fp8, params, dict(_states(run.abstract, known)))
     execution = Execution(
         mesh=Mesh(device=run.device), loss_chunks=recipe.train.loss_chunks, watch=watched.linear
     )
@@ -225,8 +225,8 @@ def _states(abstract: Tree, known: Tree) -> list[tuple[str, Any]]:
 class _Watched:
     """What a recipe's casts would lose of the values that pass through a reference's products."""
 
-    def __init__(self, plan: fp8.Fp8, params: Tree, states: dict[str, Any]):
-        self.plan, self.params, self.states = plan, dict(tree.named_leaves(params)), states
+    def __init__(self, use: fp8.Fp8, params: Tree, states: dict[str, Any]):
+        self.use, self.params, self.states = use, dict(tree.named_leaves(params)), states
         # On one rank in float32 a gathered weight is the parameter itself: its storage tells which.
         self.paths = {leaf.untyped_storage()._cdata: path for path, leaf in self.params.items()}
         self.lost: dict[tuple[str, str], torch.Tensor] = {}  # (saturated, flushed, values), summed
@@ -244,7 +244,7 @@ class _Watched:
 
     def _see(self, x, weights, outputs):
         paths = [self.paths[weight.untyped_storage()._cdata] for weight in weights]
-        in_fp8 = [path for path in paths if self.plan.runs(path)]
+        in_fp8 = [path for path in paths if self.use.runs(path)]
         if in_fp8:
             self._cast(in_fp8[0], "x", x)  # one cast serves all
         for path, y in zip(paths, outputs, strict=True):
@@ -255,7 +255,7 @@ class _Watched:
     def weights(self) -> None:
         """Look at the weights themselves."""
         for path, weight in self.params.items():
-            if self.plan.runs(path):
+            if self.use.runs(path):
                 self._cast(path, "w", weight)
 
     def _cast(self, path: str, tensor: str, value: torch.Tensor) -> None:
@@ -263,7 +263,7 @@ class _Watched:
         if state is not None:
             history = {"x": state.x, "g": state.g}.get(tensor)
             scale = state.scale if tensor == "w" else history and history.scale
-        uses = [(product, operand) for product, _, operand in operands(self.plan.recipe, tensor)]
+        uses = [(product, operand) for product, _, operand in operands(self.use.recipe, tensor)]
         for job in jobs(value.detach().flatten(0, -2), tensor, "", uses, scale):
             (codes,) = cast_all([job], None)
             each = (

@@ -3,6 +3,8 @@
     run = Run(load_recipe("debug"))
     state = run.init()
     state, metrics = run.step(state, run.batch(0))
+
+`ftrain train` is a loop over `run.step`: trainer.py.
 """
 
 from dataclasses import replace
@@ -18,12 +20,12 @@ from ftrain.launch import World
 from ftrain.models import family
 from ftrain.nn import IGNORE
 from ftrain.param import Param
-from ftrain.recipe import Recipe, RecipeError, accumulation, check, model_config, resolve_parallel
+from ftrain.recipe import Recipe, RecipeError, accumulation, check, model_config, resolve_parallel, tables
 from ftrain.sharding import Mesh, MeshShape, initialize, make_mesh, to_local
 from ftrain.step import TrainState, init_state, make_eval_step, make_global_norm, make_train_step
 from ftrain.transforms import why_no_jit
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {name: getattr(torch, name) for name in tables.DTYPES}
 
 
 class Run:
@@ -50,11 +52,11 @@ class Run:
         self.mesh_shape = MeshShape(parallel.replicate, parallel.tensor, parallel.shard)
         self.micro_batches = accumulation(recipe, self.mesh_shape.data)
         self.notes: list[str] = []
-        plan = fp8.use(recipe.fp8, self.family.product_weights(self.cfg))
+        in_fp8 = fp8.use(recipe.fp8, self.family.product_weights(self.cfg))
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
         names = tree.names(self.family.abstract(self.cfg))
         known = None if self.device.type == "meta" else self.device.type  # a rehearsal is for any device (report/)
-        if problems := plan.problems(names, known, capability, self.mesh_shape.tensor):
+        if problems := in_fp8.problems(names, known, capability, self.mesh_shape.tensor):
             raise RecipeError(problems)
         compile = recipe.train.compile
         if compile and (why := why_no_jit(self.device)):
@@ -70,13 +72,13 @@ class Run:
             remat=recipe.train.remat,
             compile=compile,
             loss_chunks=recipe.train.loss_chunks,
-            fp8=plan,
+            fp8=in_fp8,
         )
         dtype = DTYPES[recipe.precision.params]
         self.abstract = tree.map(lambda p: Param(p.shape, p.axes, p.init, dtype), self.family.abstract(self.cfg))
         self.plans = self.execution.plans(self.abstract)
         tokens = recipe.train.micro_batch_size * recipe.data.seq_len
-        self.notes += plan.notes(self.abstract, self.plans, self.mesh_shape, self.device.type, tokens, compile)
+        self.notes += in_fp8.notes(self.abstract, self.plans, self.mesh_shape, self.device.type, tokens, compile)
         self.model = self.family.make_model(self.cfg, self.execution)
         self.optimizer = make_optimizer(recipe, make_global_norm(self.mesh, self.plans))
         self.post = self.execution.post(self.abstract)
@@ -124,8 +126,10 @@ class Run:
             total, tokens = total + loss.item(), tokens + int(counted.item())
         return total, tokens
 
-    def generate(self, state: TrainState, prompt: list[int], n: int, temperature: float = 0.0, seed: int = 0) -> list[int]:
-        """`n` token ids that follow `prompt`. All ranks must call."""
+    def generate(
+        self, state: TrainState, prompt: list[int], n: int, temperature: float = 0.0, seed: int = 0
+    ) -> list[int]:
+        """`n` token ids that follow `prompt`, as generate.generate says. All ranks must call."""
         params, weights = to_local(state.params), state.fp8_state and state.fp8_state.weights
         return generate(
             lambda tokens: self._eager_model.logits(params, tokens, fp8=weights),
@@ -172,14 +176,14 @@ def default_device(world: World) -> torch.device:
 
 def make_optimizer(recipe: Recipe, norm=optim.global_norm) -> optim.Optimizer:
     """The optimizer of the recipe: clipping by the global norm, then the update rule under its schedule."""
-    options, plan = recipe.optimizer, recipe.schedule
+    options, rates = recipe.optimizer, recipe.schedule
     lr = optim.schedule(
-        plan.decay,
+        rates.decay,
         options.lr,
         steps=recipe.train.steps,
-        warmup_steps=plan.warmup_steps,
-        decay_steps=plan.decay_steps,
-        min_lr_ratio=plan.min_lr_ratio,
+        warmup_steps=rates.warmup_steps,
+        decay_steps=rates.decay_steps,
+        min_lr_ratio=rates.min_lr_ratio,
     )
     if options.name == "sgd":
         rule = optim.sgd(lr, momentum=options.betas[0], weight_decay=options.weight_decay)

@@ -35,7 +35,7 @@ class ShardingError(ValueError):
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How many ranks each axis has. `size` is the world size."""
+    """How many ranks each axis has."""
 
     replicate: int = 1
     tensor: int = 1
@@ -48,6 +48,7 @@ class MeshShape:
 
     @property
     def size(self) -> int:
+        """The world size."""
         return self.replicate * self.tensor * self.shard
 
     @property
@@ -88,6 +89,7 @@ class Mesh:
 
     @cached_property
     def coordinate(self) -> dict[str, int]:
+        """This rank's position on each axis."""
         return self.shape.coordinate(self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -152,7 +154,7 @@ def from_placements(items: Iterable[Placement], shape: MeshShape, ndim: int) -> 
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, stop) of piece `index` when `size` rows are cut in `parts` of equal height, the last ones short or empty."""
+    """(start, stop) of piece `index` where `size` rows are cut in `parts` of equal height, the last short or empty."""
     height = -(-size // parts)
     return min(index * height, size), min((index + 1) * height, size)
 
@@ -243,10 +245,13 @@ def plan(abstract: Any, mesh: MeshShape, compute=COMPUTE_RULES, stored=STORED_RU
             specs.append(Spec(tuple(dims)))
         for dim, axes in enumerate(specs[0].dims):
             for axis in axes:
-                if axis in AXES and param.shape[dim] % getattr(mesh, axis):
+                if axis not in AXES:
+                    continue  # named by _rule_problems
+                size, parts = param.shape[dim], getattr(mesh, axis)
+                if size % parts:
                     problems.append(
                         f"{path}: dim {dim} ({param.axes[dim]!r}) of shape {param.shape} is split over {axis!r} by the"
-                        f" spec {specs[0]}, but {param.shape[dim]} is not a multiple of parallel.{axis}={getattr(mesh, axis)}"
+                        f" spec {specs[0]}, but {size} is not a multiple of parallel.{axis}={parts}"
                     )
         return Plan(specs[0], specs[1], tuple(matched))
 

@@ -19,7 +19,10 @@ Tree = Any
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. `step` counts the optimizer steps taken; parameters and moments are DTensors on a mesh."""
+    """All that a step changes. step: how many were taken. params, opt_state: on a mesh their tensors are DTensors.
+
+    fp8_state: what the post transforms keep for fp8 (fp8.post.Fp8State); None without fp8.
+    """
 
     step: int
     params: Tree
@@ -136,7 +139,7 @@ def make_eval_step(loss: Callable, *, mesh: Mesh | None = None) -> Callable[[Tra
 
 
 def split(batch: dict, parts: int) -> list[dict]:
-    """Cut every tensor of a batch in `parts` equal pieces along dim 0."""
+    """Cut every tensor of a batch in `parts` equal pieces along dim 0. Raises ValueError where it does not divide."""
     size = len(next(iter(batch.values())))
     if size % parts:
         raise ValueError(f"{size} sequences on this rank do not divide in {parts} micro-batches")
@@ -201,7 +204,8 @@ def _tensors(total: torch.Tensor, count: torch.Tensor | int) -> tuple[torch.Tens
 
 def _over_ranks(values: list[tuple], mesh: Mesh, dtype: torch.dtype = torch.float32) -> tuple:
     """(sum of losses, sum of counts) over micro-batches and ranks. fp64 on the way: counts stay whole numbers."""
-    pair = torch.stack([torch.stack([value.double() for value in column]).sum() for column in zip(*values, strict=True)])
+    columns = zip(*values, strict=True)
+    pair = torch.stack([torch.stack([value.double() for value in column]).sum() for column in columns])
     if mesh.world is not None:
         dist.all_reduce(pair, group=mesh.world)
         pair = pair / mesh.shape.tensor  # tensor peers all hold the same numbers

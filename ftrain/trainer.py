@@ -15,6 +15,7 @@ from typing import Any
 
 from ftrain import resume
 from ftrain.checkpoint import CheckpointError
+from ftrain.data.sources import SYNTHETIC
 from ftrain.interrupt import stop_requests
 from ftrain.launch import World, is_lost_peer, process_group
 from ftrain.metrics import open_sinks, save_loss_plot, tracing
@@ -167,7 +168,9 @@ def _loop(
     return state, record
 
 
-def _finish(run, state, summary, progress, out) -> dict[str, Any]:
+def _finish(
+    run: Run, state: TrainState, summary: dict[str, Any], progress: Progress, out: Path | None
+) -> dict[str, Any]:
     """The last words: the held-out loss, a sample, the picture."""
     loss = summary["validation_loss"]
     summary["perplexity"] = perplexity(loss)
@@ -200,7 +203,7 @@ def perplexity(loss: float) -> float:
 
 def sample(run: Run, state: TrainState) -> str | None:
     """Text that the model writes from the start of a document; None where tokens are not text. Collective."""
-    if run.recipe.data.source == "synthetic":
+    if run.recipe.data.source == SYNTHETIC:
         return None
     tokenizer = run.data.tokenizer
     ids = run.generate(state, [tokenizer.bos], SAMPLE_TOKENS, temperature=0.8, seed=run.recipe.train.seed)

@@ -42,7 +42,7 @@ def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
     return list(zip(names(tree), leaves(tree), strict=True))
 
 
-def map(fn: Callable, tree: Tree, *rest: Tree) -> Tree:  # noqa: A001 - tree.map reads as jax.tree.map does
+def map(fn: Callable, tree: Tree, *rest: Tree) -> Tree:  # so that tree.map reads as jax.tree.map does
     """Apply `fn(leaf, *leaves)` over trees of one structure. Raises ValueError naming the paths that differ."""
     for other in rest:
         check_same_structure(tree, other)
@@ -65,9 +65,9 @@ def check_same_structure(tree: Tree, other: Tree) -> None:
         return
     a, b = set(names(tree)), set(names(other))
     if a != b:
-        missing, surplus = sorted(a - b), sorted(b - a)
-        parts = [f"missing {', '.join(missing[:8])}" if missing else "", f"surplus {', '.join(surplus[:8])}" if surplus else ""]
-        raise ValueError(f"the trees differ in structure: the second one has {' and '.join(p for p in parts if p)}")
+        parts = [f"lacks {', '.join(sorted(a - b)[:8])}"] * bool(a - b)
+        parts += [f"has {', '.join(sorted(b - a)[:8])} besides"] * bool(b - a)
+        raise ValueError(f"the trees differ in structure: the second one {' and '.join(parts)}")
     if [type(x) for x in _containers(tree)] != [type(x) for x in _containers(other)]:
         raise ValueError("the trees name the same leaves in containers of different types (a list beside a tuple, say)")
 

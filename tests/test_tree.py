@@ -51,10 +51,10 @@ def test_trees_pair_by_name_whatever_the_order_their_keys_came_in():
 @pytest.mark.parametrize(
     "other,words",
     [
-        ({"a": 1, "b": [1]}, ["missing b.1"]),
-        ({"a": 1, "b": [1, 2, 3]}, ["surplus b.2"]),
-        ({"A": 1, "b": [1, 2]}, ["missing a", "surplus A"]),
-        ({"a": None, "b": [1, 2]}, ["missing a"]),
+        ({"a": 1, "b": [1]}, ["lacks b.1"]),
+        ({"a": 1, "b": [1, 2, 3]}, ["has b.2 besides"]),
+        ({"A": 1, "b": [1, 2]}, ["lacks a", "has A besides"]),
+        ({"a": None, "b": [1, 2]}, ["lacks a"]),
         ({"a": 1, "b": (1, 2)}, ["list", "tuple"]),
     ],
 )

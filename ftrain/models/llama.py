@@ -127,15 +127,35 @@ def output_path(cfg: Config) -> str:
 # --- one layer --------------------------------------------------------------------------------------------------
 
 
-def block(weights: dict, x_BSD: torch.Tensor, table: torch.Tensor, mask, *, cfg: Config, linear: Linear) -> torch.Tensor:
-    """One transformer layer. weights: this layer's parameters; x_BSD: (batch, seq / tensor, dim)."""
+def block(
+    weights: dict,
+    x_BSD: torch.Tensor,
+    table: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    cfg: Config,
+    linear: Linear,
+) -> torch.Tensor:
+    """One transformer layer, to the shape of x.
+
+    weights: this layer's parameters, split over `tensor`; x_BSD: (batch, seq / tensor, dim); table: nn.rope_table's;
+    mask: nn.same_document's, None for causal attention.
+    """
     h_BSD = rms_norm(x_BSD, weights["attention_norm"], cfg.norm_eps)
     x_BSD = x_BSD + attend(weights, h_BSD, table, mask, cfg=cfg, linear=linear)
     h_BSD = rms_norm(x_BSD, weights["mlp_norm"], cfg.norm_eps)
     return x_BSD + mlp(weights, h_BSD, linear=linear)
 
 
-def attend(weights: dict, h_BSD: torch.Tensor, table, mask, *, cfg: Config, linear: Linear) -> torch.Tensor:
+def attend(
+    weights: dict,
+    h_BSD: torch.Tensor,
+    table: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    cfg: Config,
+    linear: Linear,
+) -> torch.Tensor:
     """Causal self-attention. Each tensor rank has its own heads; q, k and v share one input."""
     q, k, v = linear.column(h_BSD, weights["wq"], weights["wk"], weights["wv"])
     q, k, v = (rearrange(t, "b s (h e) -> b h s e", e=cfg.head_dim) for t in (q, k, v))
@@ -164,8 +184,10 @@ def head(weights: dict, x_BSD: torch.Tensor, *, cfg: Config, linear: Linear) -> 
     return logits_BSV
 
 
-def head_loss(weights: dict, x_BSD: torch.Tensor, targets_BS: torch.Tensor, *, cfg: Config, linear: Linear) -> torch.Tensor:
-    """Sum of the token losses of one chunk of the sequence."""
+def head_loss(
+    weights: dict, x_BSD: torch.Tensor, targets_BS: torch.Tensor, *, cfg: Config, linear: Linear
+) -> torch.Tensor:
+    """Sum of the token losses of one chunk of the sequence: fp32 scalar, the same on every tensor peer."""
     logits_BSV = head(weights, x_BSD, cfg=cfg, linear=linear)
     return cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), linear.group)
 
@@ -180,12 +202,13 @@ class Model(NamedTuple):
 def make_model(cfg: Config, execution: Execution | None = None) -> Model:
     """The model of `cfg`, run the way `execution` says (default: one rank, high precision, eager).
 
-    fp8: what is known of the weights beforehand, a tree like params of fp8.WeightState or None; None: nothing.
     loss(params, batch, fp8=None) -> (sum of the token losses, fp32 scalar; number of tokens counted, int64 scalar).
-    batch: "tokens" and "targets", int64 (B, S), targets of IGNORE not counted; with "segments", int64 (B, S), tokens
-    attend only to tokens of their own segment.
+        batch: "tokens" and "targets", int64 (B, S), targets of IGNORE not counted; with "segments", int64 (B, S),
+        tokens attend only to tokens of their own segment.
     logits(params, tokens, fp8=None) -> (B, S, V / tensor) in the compute dtype.
-    Both are differentiable once in params, by torch.func or plain autograd.
+    fp8: what is known of the weights beforehand, a tree like params of fp8.WeightState or None; None: nothing.
+    Both are differentiable once in params, by torch.func or plain autograd. Raises ShardingError for a layout that
+    cannot work.
     """
     ex = execution or Execution()
     linear = ex.linear
@@ -219,9 +242,8 @@ def make_model(cfg: Config, execution: Execution | None = None) -> Model:
         targets_BTS = rearrange(batch["targets"], "b (t s) -> b t s", s=x_BSD.shape[1])
         size = ex.loss_chunk(x_BSD, cfg.vocab_size)
         targets = [rearrange(t, "b t s -> b (t s)") for t in targets_BTS.split(size, dim=2)]
-        total = sum_over_chunks(
-            run_head_loss, head_layer(params, fp8), x_BSD.split(size, dim=1), [(t,) for t in targets], gather=head_gather
-        )
+        pieces, consts = x_BSD.split(size, dim=1), [(t,) for t in targets]
+        total = sum_over_chunks(run_head_loss, head_layer(params, fp8), pieces, consts, gather=head_gather)
         return total, (batch["targets"] != IGNORE).sum()
 
     def logits(params: dict, tokens_BS: torch.Tensor, fp8=None) -> torch.Tensor:

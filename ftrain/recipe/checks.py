@@ -219,14 +219,14 @@ def _fp8_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
 
     module, config = family(recipe.model.family), model_config(recipe.model)
     try:
-        plan = fp8.use(recipe.fp8, module.product_weights(config))
+        in_fp8 = fp8.use(recipe.fp8, module.product_weights(config))
     except ValueError as error:
         yield from str(error).splitlines()
         return
     tensor = recipe.parallel.tensor
     if tensor == -1 and world_size is not None and not any(_layout_problems(recipe.parallel, world_size)):
         tensor = resolve_parallel(recipe.parallel, world_size).tensor
-    yield from plan.problems(tree.names(module.abstract(config)), tensor=tensor)
+    yield from in_fp8.problems(tree.names(module.abstract(config)), tensor=tensor)
 
 
 _Check = Callable[[Recipe, int | None], Iterator[str]]
