@@ -4,7 +4,6 @@ A plain start is one rank. torchrun, or anything that sets its environment varia
 `--nproc`, which is spawn.py.
 """
 
-import math
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,8 +78,7 @@ def check_world(parallel: Parallel, world: World, command: str) -> str | None:
 
     command: the words after `ftrain`, such as "train debug".
     """
-    degrees = parallel.degrees
-    needed = math.prod(max(degree, 1) for degree in degrees.values())
+    degrees, needed = parallel.degrees, parallel.fewest
     if world.world_size > 1 or needed == 1:
         return None
     layout = " x ".join(f"{name} {degree}" for name, degree in degrees.items())

@@ -158,7 +158,11 @@ def padded(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size + padding(size) for size in shape)
 
 
+def starred(path: str) -> str:
+    """A path with the layer's number as a star: "layers.*.wq"."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
 def folded(paths: list[str]) -> list[str]:
-    """Paths with the layer number as a star, each once."""
-    starred = [".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths]
-    return list(dict.fromkeys(starred))
+    """Paths with the layer's number as a star, each once."""
+    return list(dict.fromkeys(starred(path) for path in paths))

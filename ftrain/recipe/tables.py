@@ -1,6 +1,7 @@
 """The keys of a recipe: a table is a frozen dataclass; a key has its type, default and meaning once."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from ftrain.recipe.strict import key
@@ -80,6 +81,11 @@ class Parallel:
     def degrees(self) -> dict[str, int]:
         """Ranks along each mesh axis, by its name."""
         return {"replicate": self.replicate, "shard": self.shard, "tensor": self.tensor}
+
+    @property
+    def fewest(self) -> int:
+        """The smallest number of ranks that fits: what is left is one."""
+        return math.prod(max(degree, 1) for degree in self.degrees.values())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ftrain import fp8
-from ftrain.report.inspection import Inspection, starred
+from ftrain.fp8.use import starred
+from ftrain.report.inspection import Inspection
 from ftrain.report.layout import Row
 from ftrain.report.traffic import Line
 

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 
-from ftrain import fp8, tree
+from ftrain.fp8.use import starred
 from ftrain.launch import World
-from ftrain.models import family
-from ftrain.recipe import Recipe, RecipeError, load_recipe, model_config, resolve_parallel
+from ftrain.recipe import Recipe, RecipeError, load_recipe, resolve_parallel
 from ftrain.report.depth import makes_of, rehearse_deep
 from ftrain.report.layout import Row, layout
 from ftrain.report.memory import Memory, memory
@@ -77,7 +76,6 @@ def checked(
     Raises RecipeError with every problem: of keys, of fp8, of the layout, of the rank.
     """
     problems: list[str] = []
-    recipe = None
     try:
         recipe = load_recipe(name, overrides, world_size=world_size)
     except RecipeError as error:
@@ -86,8 +84,7 @@ def checked(
             recipe = load_recipe(name, overrides)  # the ranks do not fit, perhaps; what else is wrong?
         except RecipeError:
             raise RecipeError(problems) from None
-    problems += [problem for problem in _problems_of_the_model(recipe) if problem not in problems]
-    size = fewest(recipe) if world_size is None else world_size
+    size = recipe.parallel.fewest if world_size is None else world_size
     if rank is not None and not 0 <= rank < size:
         problems.append(f"--rank {rank} is none of {size} ranks: expected 0 to {size - 1}.")
     if problems:
@@ -96,22 +93,6 @@ def checked(
         return recipe, planned_run(recipe, size, rank or 0)
     except (RecipeError, ShardingError) as error:
         raise RecipeError(str(error).splitlines()) from None
-
-
-def _problems_of_the_model(recipe: Recipe) -> list[str]:
-    """What fp8 cannot do with this model on any machine."""
-    module, config = family(recipe.model.family), model_config(recipe.model)
-    try:
-        plan = fp8.use(recipe.fp8, module.product_weights(config))
-    except ValueError as error:
-        return str(error).splitlines()
-    return plan.problems(tree.names(module.abstract(config)), tensor=max(recipe.parallel.tensor, 1))
-
-
-def fewest(recipe: Recipe) -> int:
-    """The smallest number of ranks that [parallel] describes: what is left is one."""
-    parallel = recipe.parallel
-    return max(parallel.replicate, 1) * max(parallel.shard, 1) * max(parallel.tensor, 1)
 
 
 def planned_run(recipe: Recipe, world_size: int, rank: int) -> Run:
@@ -136,11 +117,6 @@ def _other_traffic(recipe: Recipe, run: Run) -> list[Line] | None:
     except RecipeError:
         return None
     return traffic(rehearse_deep(other, planned, calls_only=True), run.mesh_shape)
-
-
-def starred(path: str) -> str:
-    """A path with the layer's number as a star."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _notes(run: Run, rows: list[Row]) -> list[str]:

@@ -46,16 +46,14 @@ def _header(inspection: Inspection) -> str:
         ),
     ]
     scheme = run.execution.fp8.recipe
-    lines += [("fp8", scheme.name)] if not scheme.is_fp8 else [("", line) for line in fp8.describe(scheme)]
-    if scheme.is_fp8:
-        lines[-3] = ("fp8", lines[-3][1])
+    says = fp8.describe(scheme) if scheme.is_fp8 else [scheme.name]
+    lines += [("" if i else "fp8", line) for i, line in enumerate(says)]
     lines += [("note", note) for note in inspection.notes]
     return "\n".join(f"{what:10} {text}" for what, text in lines)
 
 
 def _parameters(inspection: Inspection, group: str) -> str:
-    head = ["parameter", "dtype", "shape", "split by", "local", "", "parameter", "gradient", "optimizer", "sent", "fp8"]
-    head[6] = "stored"
+    head = ["parameter", "dtype", "shape", "split by", "local", "", "stored", "gradient", "optimizer", "sent", "fp8"]
     rows = [
         [path, row.dtype, shape(row.shape), _split(row), *_local(inspection, row), *_bytes(row), _fp8(row)]
         for path, (row, *_) in folded([row for row in inspection.rows if fnmatchcase(row.path, group)])
