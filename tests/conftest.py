@@ -17,6 +17,10 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 TIMEOUT = 240  # seconds that one call of `ranks` may take
 
 
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
