@@ -45,9 +45,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 @recipe_argument
 @set_option
 @nproc_option
-@click.option(
-    "--out", type=click.Path(file_okay=False), help="Folder for recipe, metrics, checkpoints and plot."
-)
+@click.option("--out", type=click.Path(file_okay=False), help="Folder for recipe, metrics, checkpoints and plot.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def train(recipe, overrides, nproc, out, quiet):
     """Train RECIPE.
@@ -71,9 +69,7 @@ def train(recipe, overrides, nproc, out, quiet):
 @set_option
 @nproc_option
 @click.option("--checkpoint", type=click.Path(), help="A checkpoint, or a run's folder: its newest one.")
-@click.option(
-    "--parity", is_flag=True, help="Compare a batch's loss and gradients with a plain float32 reference."
-)
+@click.option("--parity", is_flag=True, help="Compare a batch's loss and gradients with a plain float32 reference.")
 @json_option
 def validate(recipe, overrides, nproc, checkpoint, parity, as_json):
     """Evaluate a checkpoint on the held-out data of RECIPE; with --parity, prove that RECIPE computes right.
@@ -170,9 +166,7 @@ def start_ranks(world, nproc: int | None, command: str, recipe: str, overrides, 
             "WORLD_SIZE say: use --nproc or torchrun, not both."
         )
     sets = [word for override in overrides for word in ("--set", override)]
-    code = spawn(
-        nproc, [sys.executable, "-m", "ftrain.cli", command, *sets, *options, "--", recipe], os.environ
-    )
+    code = spawn(nproc, [sys.executable, "-m", "ftrain.cli", command, *sets, *options, "--", recipe], os.environ)
     if code:
         sys.exit(code)
     return True

@@ -88,7 +88,9 @@ def measure(name: str, layers: int, seq_len: int, steps: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=["bf16", "tensorwise", "tensorwise-gather", "rowwise", "bf16-remat"])
+    parser.add_argument(
+        "names", nargs="*", default=["bf16", "tensorwise", "tensorwise-gather", "rowwise", "bf16-remat"]
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=15)
@@ -109,7 +111,14 @@ def main() -> None:
     print(f"{'torchtitan':18s} {'ms':>8s} {'min':>8s} {'max':>8s} {'GiB':>6s} {'loss':>8s}")
     for r in rows:
         done = "ms" in r
-        print(f"{r['name']:18s} " + (f"{r['ms']:8.1f} {r['min']:8.1f} {r['max']:8.1f} {r['peak_gib']:6.1f} {r['loss']:8.4f}" if done else "failed"))
+        print(
+            f"{r['name']:18s} "
+            + (
+                f"{r['ms']:8.1f} {r['min']:8.1f} {r['max']:8.1f} {r['peak_gib']:6.1f} {r['loss']:8.4f}"
+                if done
+                else "failed"
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -81,13 +81,17 @@ def print_profile(step, name: str) -> None:
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profile:
         step()
         torch.cuda.synchronize()
-    kernels = sorted((e.time_range.start, e.time_range.end) for e in profile.events() if str(e.device_type).endswith("CUDA"))
+    kernels = sorted(
+        (e.time_range.start, e.time_range.end) for e in profile.events() if str(e.device_type).endswith("CUDA")
+    )
     busy, reach = 0.0, 0.0
     for start, end in kernels:
         busy += max(0.0, end - max(start, reach))
         reach = max(reach, end)
     span = reach - kernels[0][0]
-    rows = [(e.self_device_time_total / 1e3, e.count, e.key) for e in profile.key_averages() if e.self_device_time_total > 0]
+    rows = [
+        (e.self_device_time_total / 1e3, e.count, e.key) for e in profile.key_averages() if e.self_device_time_total > 0
+    ]
     rows = [row for row in rows if not row[2].startswith(("aten::", "cuda", "autograd", "Torch", "ProfilerStep"))]
     print(f"{name}: span {span / 1e3:.1f} ms, busy {busy / 1e3:.1f} ms, idle {100 * (1 - busy / span):.1f}%")
     for ms, count, key in sorted(rows, reverse=True)[:60]:
@@ -117,7 +121,10 @@ def main() -> None:
         *log, last = done.stdout.strip().splitlines() or [""]
         print("\n".join(log), flush=True)
         results.append(json.loads(last.removeprefix("RESULT ")) if last.startswith("RESULT") else {"name": name})
-    print(f"{'variant':14s} {'ms':>8s} {'min':>8s} {'max':>8s} {'tokens/s':>9s} {'TFLOP/s':>8s} {'GiB':>6s} {'loss':>8s} {'norm':>8s}")
+    print(
+        f"{'variant':14s} {'ms':>8s} {'min':>8s} {'max':>8s} {'tokens/s':>9s} {'TFLOP/s':>8s} {'GiB':>6s}"
+        f" {'loss':>8s} {'norm':>8s}"
+    )
     for r in results:
         if "ms" not in r:
             print(f"{r['name']:14s} failed")

@@ -103,7 +103,11 @@ class Gather:
         states = [None] * len(shards) if layer.fp8 is None else self.treedef.flatten_up_to(layer.fp8)
         scales = self._scales(shards, states)
         payloads = [
-            shard if not wire.is_codes else state.codes if state and state.codes is not None else self.cast(shard, scale, wire.fp8)
+            shard
+            if not wire.is_codes
+            else state.codes
+            if state and state.codes is not None
+            else self.cast(shard, scale, wire.fp8)
             for wire, shard, state, scale in zip(self.wires, shards, states, scales, strict=True)
         ]
         if self.group is None:

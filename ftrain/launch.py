@@ -65,9 +65,7 @@ def world_from_env(environ: Mapping[str, str]) -> World:
     for name, value, limit in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, local_size)):
         if value >= limit:
             size = "WORLD_SIZE" if name == "RANK" else "LOCAL_WORLD_SIZE"
-            raise LaunchError(
-                f"{name}={value} with {size}={limit}: expected {name} between 0 and {limit - 1}."
-            )
+            raise LaunchError(f"{name}={value} with {size}={limit}: expected {name} between 0 and {limit - 1}.")
     master = f"{environ['MASTER_ADDR']}:{numbers['MASTER_PORT']}"
     restarts = whole(environ, RESTARTS) if environ.get(RESTARTS) else 0
     return World(rank, world_size, local_rank, master, restarts)

@@ -31,9 +31,7 @@ def open_sinks(recipe: Recipe, out: Path | None, step: int) -> list[Sink]:
     extras = [name for name in openers if getattr(recipe.metrics, name)]
     if out is None:
         asked = [f"{name}=true" for name in extras]
-        asked += (
-            [f"profile_steps={list(recipe.metrics.profile_steps)}"] if recipe.metrics.profile_steps else []
-        )
+        asked += [f"profile_steps={list(recipe.metrics.profile_steps)}"] if recipe.metrics.profile_steps else []
         if asked:
             raise RecipeError([f"metrics.{key} needs a folder to write to: give --out." for key in asked])
         return []
@@ -42,9 +40,7 @@ def open_sinks(recipe: Recipe, out: Path | None, step: int) -> list[Sink]:
         try:
             sinks.append(openers[name](recipe, out, step))
         except ImportError as error:
-            raise RecipeError(
-                [f"metrics.{name}=true needs {name}: pip install 'ftrain[{name}]' ({error})"]
-            ) from error
+            raise RecipeError([f"metrics.{name}=true needs {name}: pip install 'ftrain[{name}]' ({error})"]) from error
     return sinks
 
 
@@ -115,9 +111,7 @@ def tracing(steps: tuple[int, ...], out: Path | None, done: int) -> Iterator[Cal
 
     first = max(min(steps), done + 1)
     with torch.profiler.profile(
-        schedule=torch.profiler.schedule(
-            wait=first - done - 1, warmup=0, active=max(steps) - first + 1, repeat=1
-        ),
+        schedule=torch.profiler.schedule(wait=first - done - 1, warmup=0, active=max(steps) - first + 1, repeat=1),
         on_trace_ready=lambda profile: profile.export_chrome_trace(str(out / "trace.json")),
     ) as profile:
         yield profile.step

@@ -183,9 +183,7 @@ def clip_by_global_norm(max_norm: float, norm: Callable[[Tree], torch.Tensor] = 
     norm: the norm function; a sharded tree needs one that adds over ranks.
     """
     if not max_norm > 0:
-        raise ValueError(
-            f"clip_by_global_norm({max_norm}): the largest norm must be above 0 (inf: no clipping)"
-        )
+        raise ValueError(f"clip_by_global_norm({max_norm}): the largest norm must be above 0 (inf: no clipping)")
 
     def factor(norm: torch.Tensor) -> torch.Tensor | float:
         # A norm of 0 gives inf, and 1 after the clamp. A NaN stays one: it must not look like a gradient.
@@ -315,9 +313,7 @@ def _check_same(params: Tree, other: Tree) -> None:
     for i, (p, g) in enumerate(zip(tree.leaves(params), tree.leaves(other), strict=True)):
         if p.shape != g.shape:
             path = tree.names(params)[i]
-            raise ValueError(
-                f"{path}: the parameter is {tuple(p.shape)}, its gradient or update {tuple(g.shape)}"
-            )
+            raise ValueError(f"{path}: the parameter is {tuple(p.shape)}, its gradient or update {tuple(g.shape)}")
 
 
 def _kernel_fits(*tensors: torch.Tensor) -> bool:

@@ -51,9 +51,7 @@ BFLOAT16 = Bars(loss=2e-3, gradient=25.0, saturated=0.0, flushed=0.0)
 FLOAT32 = Bars(loss=1e-5, gradient=80.0, saturated=0.0, flushed=0.0)
 
 
-def parity(
-    recipe: Recipe, *, checkpoint: Path | str | None = None, world: World | None = None
-) -> dict[str, Any]:
+def parity(recipe: Recipe, *, checkpoint: Path | str | None = None, world: World | None = None) -> dict[str, Any]:
     """How far the recipe as written is from the reference, on its first batch, and a verdict. Collective.
 
     checkpoint: the parameters (and fp8 histories) to take; None takes the recipe's initial values.
@@ -90,9 +88,7 @@ def bars(run: Run) -> Bars:
     return BFLOAT16 if "bfloat16" in vars(run.recipe.precision).values() else FLOAT32
 
 
-def judge(
-    bars: Bars, loss: float, reference_loss: float, noise: dict[str, float], casts: list[dict]
-) -> dict[str, Any]:
+def judge(bars: Bars, loss: float, reference_loss: float, noise: dict[str, float], casts: list[dict]) -> dict[str, Any]:
     """Measurements against bars, as `parity` returns them. noise: path -> SQNR in dB."""
     ordered = sorted(noise.items(), key=lambda item: -math.inf if math.isnan(item[1]) else item[1])
     failures, error = [], abs(loss - reference_loss) / abs(reference_loss)
@@ -144,10 +140,7 @@ def text(result: dict[str, Any], rows: int = 10) -> str:
             "casts of weights (w), inputs (x) and output gradients (g): shares saturated "
             f"({bars['saturated']:.0%} allowed) and flushed to zero ({bars['flushed']:.0%}); the worst of "
             f"{len(casts)}:",
-            *(
-                f"  {c['saturated']:6.2%}  {c['flushed']:6.2%}  {c['tensor']} of {c['path']}"
-                for c in casts[:rows]
-            ),
+            *(f"  {c['saturated']:6.2%}  {c['flushed']:6.2%}  {c['tensor']} of {c['path']}" for c in casts[:rows]),
         ]
     return "\n".join(lines)
 
@@ -201,9 +194,7 @@ def reference_gradients(run: Run, params: Tree, known: Tree) -> tuple[float, Tre
     params = tree.map(lambda p: p.float(), params)
     recipe = run.recipe
     watched = _Watched(run.execution.fp8, params, dict(_states(run.abstract, known)))
-    execution = Execution(
-        mesh=Mesh(device=run.device), loss_chunks=recipe.train.loss_chunks, watch=watched.linear
-    )
+    execution = Execution(mesh=Mesh(device=run.device), loss_chunks=recipe.train.loss_chunks, watch=watched.linear)
     step = make_train_step(
         run.family.make_model(run.cfg, execution).loss,
         _keeps_gradients(make_global_norm(execution.mesh, None)),
@@ -266,11 +257,7 @@ class _Watched:
         uses = [(product, operand) for product, _, operand in operands(self.use.recipe, tensor)]
         for job in jobs(value.detach().flatten(0, -2), tensor, "", uses, scale):
             (codes,) = cast_all([job], None)
-            each = (
-                codes.scale
-                if job.tile is None
-                else fp8.formats.spread(codes.scale, job.matrix.shape, job.tile)
-            )
+            each = codes.scale if job.tile is None else fp8.formats.spread(codes.scale, job.matrix.shape, job.tile)
             saturated, flushed = cast_loss(job.matrix, each, fp8.FORMATS[job.operand.format])
             lost = torch.stack([saturated, flushed, torch.ones_like(flushed)]) * job.matrix.numel()
             self.lost[path, tensor] = self.lost.get((path, tensor), 0) + lost.double()
@@ -280,7 +267,5 @@ class _Watched:
         found = []
         for (path, tensor), lost in self.lost.items():
             saturated, flushed, values = lost.tolist()
-            found.append(
-                {"path": path, "tensor": tensor, "saturated": saturated / values, "flushed": flushed / values}
-            )
+            found.append({"path": path, "tensor": tensor, "saturated": saturated / values, "flushed": flushed / values})
         return found

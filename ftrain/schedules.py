@@ -29,13 +29,9 @@ def schedule(
     if decay not in shapes:
         raise ValueError(f'no schedule is called "{decay}"; there are {", ".join(shapes)}')
     if steps < 1 or not 0 <= warmup_steps <= steps:
-        raise ValueError(
-            f"a warm-up of {warmup_steps} steps in a run of {steps}: expected at least 0, at most all"
-        )
+        raise ValueError(f"a warm-up of {warmup_steps} steps in a run of {steps}: expected at least 0, at most all")
     if not 0 <= min_lr_ratio <= 1 or (decay_steps is not None and decay_steps < 0):
-        raise ValueError(
-            f"min_lr_ratio={min_lr_ratio}, decay_steps={decay_steps}: expected a fraction and a length"
-        )
+        raise ValueError(f"min_lr_ratio={min_lr_ratio}, decay_steps={decay_steps}: expected a fraction and a length")
     default = steps // 5 if decay == "wsd" else steps
     length = min(default if decay_steps is None else decay_steps, steps - max(1, warmup_steps))
     floor = lr * min_lr_ratio

@@ -76,9 +76,7 @@ def rank_environ(rank: int, nproc: int, port: int, environ: Mapping[str, str]) -
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
     if sys.platform == "linux":
-        defaults["GLOO_SOCKET_IFNAME"] = (
-            "lo"  # gloo would look up this machine's name, which may lead nowhere
-        )
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look up this machine's name, which may lead nowhere
     return {
         **defaults,
         **environ,
@@ -154,9 +152,7 @@ def _signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    before = {
-        s: signal.signal(s, lambda signum, _: caught.append(signum)) for s in (signal.SIGINT, signal.SIGTERM)
-    }
+    before = {s: signal.signal(s, lambda signum, _: caught.append(signum)) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield caught
     finally:

@@ -80,9 +80,7 @@ def train(
         return _finish(run, state, summary, progress, out)
 
 
-def validate(
-    recipe: Recipe, *, checkpoint: Path | str | None = None, world: World | None = None
-) -> dict[str, Any]:
+def validate(recipe: Recipe, *, checkpoint: Path | str | None = None, world: World | None = None) -> dict[str, Any]:
     """A checkpoint's held-out loss (nats per token), perplexity, tokens, step and checkpoint. Collective.
 
     checkpoint: its folder, or that of a run, whose newest counts; None takes the recipe's initial values.
@@ -102,9 +100,7 @@ def validate(
         }
 
 
-def training_steps(
-    run: Run, state: TrainState, steps: int | None = None
-) -> Iterator[tuple[TrainState, dict]]:
+def training_steps(run: Run, state: TrainState, steps: int | None = None) -> Iterator[tuple[TrainState, dict]]:
     """(state, metrics) after each step, from where `state` is up to `steps` (None: the recipe's).
 
     With a donating step the state of one iteration is used up by the next. metrics: see step.make_train_step.

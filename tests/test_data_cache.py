@@ -71,9 +71,7 @@ def test_memory_cache_slices_and_processes_give_the_same_tokens(tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tokenising, "ALONE_BYTES", alone)
             report = (lambda done, total: seen.append((done, total))) if name == "c" else None
-            tokenising.tokenise(
-                units_of(path, unit_bytes), RULES, tokenizer, folder, processes=2, progress=report
-            )
+            tokenising.tokenise(units_of(path, unit_bytes), RULES, tokenizer, folder, processes=2, progress=report)
         again = tokenising.tokenise(units_of(path, unit_bytes), RULES, tokenizer, folder)
         for side in ("train", "held"):
             assert tokens(again, side) == tokens(expected, side)
@@ -105,9 +103,7 @@ def test_changed_text_or_rules_give_new_tokens_and_appended_text_only_its_own(tm
     assert n_new == len(parts) > 3 and run()[1] == 0
     path.write_text(path.read_text().replace("document 0 ", "document X "))  # same size, same second
     parts, n_new = run()
-    assert n_new == 1 and b"document X" in bytes(
-        t % 256 for t in tokens(parts, "train") + tokens(parts, "held")
-    )
+    assert n_new == 1 and b"document X" in bytes(t % 256 for t in tokens(parts, "train") + tokens(parts, "held"))
     with open(path, "a") as file:
         file.write(json.dumps({"text": "the last"}) + "\n")
     assert run()[1] <= 2

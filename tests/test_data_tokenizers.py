@@ -64,9 +64,7 @@ def byte_level(path, special, post=None, model="bpe"):
 def stream_of(tmp_path, tokenizer, texts, **changed):
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    data = dict(
-        source=str(path), tokenizer=tokenizer, seq_len=1, global_batch_size=1, held_out=0.0, cache="off"
-    )
+    data = dict(source=str(path), tokenizer=tokenizer, seq_len=1, global_batch_size=1, held_out=0.0, cache="off")
     data = open_data(recipe.Data(**(data | changed)), vocab_size=512, seed=0)
     (stream,) = data.train.windows.streams
     return data.tokenizer, stream.read(0, stream.n_tokens).tolist()
@@ -127,13 +125,9 @@ def test_a_vocabulary_that_holds_the_special_tokens_does_not_give_them_for_text(
     from tokenizers import decoders, models, pre_tokenizers
 
     words = ["<unk>", "<s>", "</s>", "cat", "▁cat", "▁", "<", "/", "s", ">", "x", "y"]
-    word_level = tokenizers.Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
-    )
+    word_level = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    unigram = tokenizers.Tokenizer(
-        models.Unigram([(w, 0.0 if w == "</s>" else -2.0) for w in words], unk_id=0)
-    )
+    unigram = tokenizers.Tokenizer(models.Unigram([(w, 0.0 if w == "</s>" else -2.0) for w in words], unk_id=0))
     unigram.pre_tokenizer, unigram.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     for tokenizer in (word_level, unigram):
         tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
@@ -212,9 +206,7 @@ def test_a_trained_tokenizer_has_its_size_and_is_kept(tmp_path):
     assert list((tmp_path / "cache" / "tokenizers").iterdir()) == kept
     assert first.train.batch(3)["tokens"].equal(second.train.batch(3)["tokens"])
     kept[0].unlink()
-    assert (
-        open_data(data, vocab_size=300, seed=0).tokenizer.json == first.tokenizer.json
-    )  # same text, same pairs
+    assert open_data(data, vocab_size=300, seed=0).tokenizer.json == first.tokenizer.json  # same text, same pairs
     for name, said in (("bpe:12", "257 or more"), ("bpe:x", "bpe:SIZE"), ("bpe:200000", "no more than")):
         with pytest.raises(DataError, match=said):
             open_data(replace(data, tokenizer=name), vocab_size=10**6, seed=0)
@@ -240,9 +232,7 @@ def cut_small(files):
 
 def test_ctrl_c_ends_a_long_tokenisation(tmp_path):
     path = byte_level(tmp_path / "tokenizer.json", ["</s>"])
-    (tmp_path / "a.jsonl").write_text(
-        (json.dumps({"text": "the cat sat on the mat. " * 400}) + "\n") * 20_000
-    )
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "the cat sat on the mat. " * 400}) + "\n") * 20_000)
     script = (
         "from ftrain.recipe import Data; from ftrain.data import open_data; print('on', flush=True)\n"
         f"open_data(Data(source={str(tmp_path / 'a.jsonl')!r}, tokenizer={path!r}, seq_len=8, "

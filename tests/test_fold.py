@@ -22,7 +22,10 @@ def block(weights, x):
 
 
 def declared():
-    layer = {"up": Param((HIDDEN, DIM), ("mlp", "embed"), normal(0.3)), "down": Param((DIM, HIDDEN), ("embed", "mlp"), normal(0.2))}
+    layer = {
+        "up": Param((HIDDEN, DIM), ("mlp", "embed"), normal(0.3)),
+        "down": Param((DIM, HIDDEN), ("embed", "mlp"), normal(0.2)),
+    }
     return {"layers": [dict(layer) for _ in range(N)]}
 
 
@@ -137,7 +140,9 @@ def test_a_sum_over_chunks_has_the_gradients_of_the_whole(chunks):
     layer, target = params["layers"][0], torch.arange(6.0).view(6, 1)
 
     def fn(weights, x, t):
-        return ((x @ weights["up"].t()).tanh().sum(-1, keepdim=True) - t).square().sum() + weights["down"].square().sum()
+        return ((x @ weights["up"].t()).tanh().sum(-1, keepdim=True) - t).square().sum() + weights[
+            "down"
+        ].square().sum()
 
     def chunked(layer, x):
         pieces, consts = x.chunk(chunks), [(t,) for t in target.chunk(chunks)]

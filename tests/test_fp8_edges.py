@@ -52,9 +52,7 @@ def _spoilt(rank, world, overrides, where, bad):
 @pytest.mark.parametrize("bad", ["nan", "inf"])
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_not_finite_in_a_weight_or_an_activation_reaches_every_ranks_numbers(
-    ranks, layout, name, bad
-):
+def test_what_is_not_finite_in_a_weight_or_an_activation_reaches_every_ranks_numbers(ranks, layout, name, bad):
     """A norm's weight makes every activation after it not finite; so does one value of a matrix."""
     for where in ("layers.1.w_up", "layers.0.wo", "output", "layers.1.mlp_norm"):
         for loss, norm in on(ranks, layout, _spoilt, f"fp8.recipe={name}", where=where, bad=bad):
@@ -164,9 +162,7 @@ def test_several_scales_a_weight_or_a_history_need_no_other_key():
 # --- what is said at the start ---
 
 
-def notes(
-    mesh=None, device="cuda", tokens=64, compiled=True, vocab_size=2256, recipe="tensorwise", **options
-):
+def notes(mesh=None, device="cuda", tokens=64, compiled=True, vocab_size=2256, recipe="tensorwise", **options):
     cfg = llama.Config(vocab_size, dim=32, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=8, ffn_dim=40)
     declared = llama.abstract(cfg)
     fp8 = Fp8(parse(recipe), llama.product_weights(cfg), **options)
@@ -192,9 +188,7 @@ def test_padding_is_of_the_local_shard_and_said_once_for_all_layers():
 def test_flags_that_this_machine_gives_nothing_to_do_are_said():
     assert said(notes(), "one shard", "no weight travels")
     assert said(notes(MeshShape(shard=2)), "codes travel")
-    assert said(
-        notes(MeshShape(shard=2), precompute_scales=True, cache_shards=True), "scales and codes are made once"
-    )
+    assert said(notes(MeshShape(shard=2), precompute_scales=True, cache_shards=True), "scales and codes are made once")
     assert said(notes(MeshShape(shard=2), recipe="rowwise", all_gather=False), "cast on arrival")
     assert said(notes(compiled=False), "train.compile") and said(notes(device="cpu"), "on the CPU")
     assert notes(recipe="none") == []

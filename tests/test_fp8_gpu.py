@@ -129,18 +129,14 @@ def test_every_product_that_a_recipe_can_ask_for(left, dims, fast, out_dtype):
     torch.manual_seed(0)
     a, b = torch.randn(48, 80, device="cuda"), torch.randn(24, 80, device="cuda")
     left = {"e4m3": E4M3, "e5m2": E5M2}[left]
-    scale_a, scale_b = (
-        scale_from_amax(amax(t, d), f) for t, d, f in zip((a, b), dims, (left, E4M3), strict=True)
-    )
+    scale_a, scale_b = (scale_from_amax(amax(t, d), f) for t, d, f in zip((a, b), dims, (left, E4M3), strict=True))
     codes_a, codes_b = cast(a, scale_a, left), cast(b, scale_b, E4M3)
     out = scaled_mm(codes_a, codes_b, scale_a, scale_b, out_dtype, fast)
     exact = dequantise(codes_a, scale_a, torch.float64) @ dequantise(codes_b, scale_b, torch.float64).T
     assert sqnr(exact, out) > 40
 
 
-@pytest.mark.parametrize(
-    "shape", [(256, 512, 384), (128, 128, 128), (40, 200, 72), (1, 64, 16), (3, 1280, 48)]
-)
+@pytest.mark.parametrize("shape", [(256, 512, 384), (128, 128, 128), (40, 200, 72), (1, 64, 16), (3, 1280, 48)])
 @pytest.mark.parametrize("tiles", [((1, 128), (128, 128)), ((1, 128), (1, 128))])
 def test_block_scaled_products_agree_with_their_definition(shape, tiles):
     if not hopper():

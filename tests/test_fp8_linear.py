@@ -65,16 +65,12 @@ def run(name, x, w, g, known=1.0):
     if name != "delayed":
         return pull(lambda x, w: linear(x, [w], recipe), (x, w), (g,))
     formats = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
-    x_scale, w_scale, g_scale = (
-        known * scale_from_amax(amax(t), f) for t, f in zip((x, w, g), formats, strict=True)
-    )
+    x_scale, w_scale, g_scale = (known * scale_from_amax(amax(t), f) for t, f in zip((x, w, g), formats, strict=True))
     port = torch.zeros(())
 
     def layer(x, w):
         weight = scaled_weight(w, w_scale, E4M3, w.dtype)
-        return linear(
-            x, [weight], recipe, x_history=History(x_scale, port), g_histories=[History(g_scale, port)]
-        )
+        return linear(x, [weight], recipe, x_history=History(x_scale, port), g_histories=[History(g_scale, port)])
 
     return pull(layer, (x, w), (g,))
 

@@ -91,9 +91,7 @@ def test_a_column_layer_is_one_rank_to_the_bit(ranks, name):
 def _nan(rank, where):
     x, up, gate, down, g = whole(torch.bfloat16)
     {"x": x, "up": up, "down": down, "g": g}[where].view(-1)[0] = float("inf")  # on rank 0 only
-    got = pull(
-        RECIPES["tensorwise"], dist.group.WORLD, *split(rank, dist.get_world_size(), x, up, gate, down, g)
-    )
+    got = pull(RECIPES["tensorwise"], dist.group.WORLD, *split(rank, dist.get_world_size(), x, up, gate, down, g))
     return [bool(t.isfinite().all()) for t in got]
 
 

@@ -108,10 +108,7 @@ def test_an_outlier_on_one_tensor_rank_scales_the_weight_on_all(ranks, precomput
         assert abs(got[0][0] - wanted[0][0]) <= 1e-5 * wanted[0][0]
         assert abs(got[0][1] - wanted[0][1]) <= 1e-5 * wanted[0][1]
         for (loss, norm), (wanted_loss, wanted_norm) in zip(got, wanted, strict=True):
-            assert (
-                abs(loss - wanted_loss) <= 0.01 * wanted_loss
-                and abs(norm - wanted_norm) <= 0.05 * wanted_norm
-            )
+            assert abs(loss - wanted_loss) <= 0.01 * wanted_loss and abs(norm - wanted_norm) <= 0.05 * wanted_norm
 
 
 def _scales(rank, world, overrides):
@@ -125,9 +122,7 @@ def test_a_scale_is_448_over_the_amax_of_the_whole_weight_on_every_rank(ranks, l
     (wanted,) = on(ranks, "one rank", _scales)
     amaxes = []
     run = steps.make_run(0, 1, ())
-    steps.start(
-        run, lambda path, value: (outlier(path, value), amaxes.append((path, value.abs().max().item())))
-    )
+    steps.start(run, lambda path, value: (outlier(path, value), amaxes.append((path, value.abs().max().item()))))
     assert wanted[0] == pytest.approx(448 / dict(amaxes)["layers.0.w_up"], rel=1e-6)
     assert all(got == wanted for got in on(ranks, layout, _scales))
 

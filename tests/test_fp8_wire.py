@@ -46,9 +46,7 @@ def one_weight(rank, world, rows, how):
         lambda port: linear(x, [weight._replace(port=port)], fp8.RECIPES["tensorwise"]), weight.port
     )
     (d_port,) = pull((torch.ones_like(y),))
-    (gradient, *_) = gather.scatter({"w": weights["w"]._replace(weight=weight._replace(port=d_port))}).wait(
-        known
-    )
+    (gradient, *_) = gather.scatter({"w": weights["w"]._replace(weight=weight._replace(port=d_port))}).wait(known)
     assert gradient.shape == layer["w"].shape and gradient.dtype == torch.float32
     return weight.data.view(torch.uint8).numpy(), weight.scale.item(), y.numpy(), gradient.numpy()
 
@@ -72,10 +70,7 @@ def test_uneven_and_empty_shards_give_the_codes_of_one_rank(ranks, rows, world, 
 
 # Multiples of 16 on every rank, so that nothing is padded and bytes are exact.
 EVEN = (
-    *(
-        f"model.{key}={value}"
-        for key, value in {**steps.TINY, "vocab_size": 64, "dim": 32, "head_dim": 8}.items()
-    ),
+    *(f"model.{key}={value}" for key, value in {**steps.TINY, "vocab_size": 64, "dim": 32, "head_dim": 8}.items()),
     "model.ffn_dim=64",
     "precision.compute=bfloat16",
 )
@@ -93,9 +88,7 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.split("::")[1]
-            tensors = [
-                leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)
-            ]
+            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             largest = any(arg == "max" for arg in args if isinstance(arg, str)) or "MAX" in str(args[2:3])
             self.calls.append((name, max((t.nbytes for t in tensors), default=0), largest))
         return func(*args, **(kwargs or {}))
@@ -172,9 +165,7 @@ def test_with_histories_tensor_parallel_layers_reduce_no_amax_at_all(ranks):
 def test_tensor_parallel_inputs_travel_as_codes(ranks):
     """Forward, the input of a column layer; backward, the output gradient of a row layer."""
     options = ("train.micro_batch_size=4", "parallel.tensor=2")
-    plain, in_fp8 = (
-        ranks(2, counted, 2, (*options, f"fp8.recipe={n}"))[0][0] for n in ("none", "tensorwise")
-    )
+    plain, in_fp8 = (ranks(2, counted, 2, (*options, f"fp8.recipe={n}"))[0][0] for n in ("none", "tensorwise"))
     sent = 4 * 16 // 2 * 32  # elements of a rank's half of the sequences: these gathers are counted as sent
     # Of a layer: the inputs of q, k and v and of gate and up, the output gradients of wo and of down; and the
     # head's input. The gradient of the embedding's rows stays in bfloat16.

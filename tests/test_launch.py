@@ -77,9 +77,7 @@ def test_a_lost_peer_is_told_from_a_mistake():
 
     gone = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3141")
     assert is_lost_peer(gone)
-    assert is_lost_peer(
-        dist.DistBackendError("NCCL error: remote process exited or there was a network error")
-    )
+    assert is_lost_peer(dist.DistBackendError("NCCL error: remote process exited or there was a network error"))
     assert not is_lost_peer(RuntimeError("shapes (2, 3) and (4, 5) do not match"))
     assert not is_lost_peer(ValueError("gloo: connection closed by peer"))
 

@@ -117,9 +117,7 @@ def test_the_one_pass_path_gives_the_numbers_of_update_and_apply_updates(name, s
         assert a["lr"] == b["lr"] > 0
     close(fast[0], slow[0], rtol=1e-5)
     # The norm is that of the scaled gradient before clipping.
-    expected = torch.cat([leaf.flatten() for leaf in tree.leaves(grads)]).norm() * (
-        1.0 if scale is None else scale
-    )
+    expected = torch.cat([leaf.flatten() for leaf in tree.leaves(grads)]).norm() * (1.0 if scale is None else scale)
     torch.testing.assert_close(a["grad_norm"], expected)
 
 
@@ -158,9 +156,7 @@ def test_gradients_that_share_memory_or_lie_transposed_are_read_right(donate):
     shared = {"a": g, "b": g, "c": g.t(), "d": torch.ones(()).expand(6, 6)}
     apart = {key: value.clone(memory_format=torch.contiguous_format) for key, value in shared.items()}
     expected, _, _ = optim.step(optimizer, apart, optimizer.init(params), params, scale=scale)
-    got, _, _ = optim.step(
-        optimizer, shared, optimizer.init(params), copy(params), scale=scale, donate=donate
-    )
+    got, _, _ = optim.step(optimizer, shared, optimizer.init(params), copy(params), scale=scale, donate=donate)
     assert same(got, expected)
 
 
@@ -236,9 +232,7 @@ def test_decay_touches_what_the_mask_says_and_by_default_no_norm():
     assert same(new["norm"], params["norm"])
     for optimizer in (
         optim.adamw(0.5, weight_decay=0.1, mask=tree.map(lambda p: p.ndim == 1, params)),
-        by_hand(
-            optim.adamw(0.5, weight_decay=0.1, mask=lambda params: tree.map(lambda p: p.ndim == 1, params))
-        ),
+        by_hand(optim.adamw(0.5, weight_decay=0.1, mask=lambda params: tree.map(lambda p: p.ndim == 1, params))),
     ):
         new, _, _ = optim.step(optimizer, zeros, optimizer.init(params), params)
         assert same(new["w"], params["w"])
@@ -312,9 +306,7 @@ def test_a_gradient_that_is_not_finite_can_be_skipped(bad):
 @pytest.mark.parametrize("decay_steps", [None, 0, 8, 10])
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 1.0])
 def test_schedules_stay_between_the_minimum_and_the_peak(decay, warmup, decay_steps, ratio):
-    lr = optim.schedule(
-        decay, 0.3, steps=10, warmup_steps=warmup, decay_steps=decay_steps, min_lr_ratio=ratio
-    )
+    lr = optim.schedule(decay, 0.3, steps=10, warmup_steps=warmup, decay_steps=decay_steps, min_lr_ratio=ratio)
     rates = [lr(step) for step in range(1, 14)]
     assert rates[0] > 0
     assert max(rates) == 0.3 == lr(max(1, warmup))

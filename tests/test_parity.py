@@ -56,9 +56,7 @@ def test_without_fp8_only_the_order_of_sums_and_bfloat16_differ(ranks):
     assert bf16["passed"] and 30 < bf16["gradients"][0]["sqnr"] < 60
 
 
-@pytest.mark.parametrize(
-    "option", ["train.remat=full", "train.loss_chunks=2", "parallel.reshard_after_forward=false"]
-)
+@pytest.mark.parametrize("option", ["train.remat=full", "train.loss_chunks=2", "parallel.reshard_after_forward=false"])
 def test_the_recipe_as_written(ranks, option):
     result = on(ranks, "shard 2", _parity, option)[0]
     assert result["passed"], text(result)

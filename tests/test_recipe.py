@@ -186,9 +186,7 @@ def test_overrides_go_through_the_same_checks(write, override, words):
 def test_a_warm_up_longer_than_the_run_is_refused_and_a_default_one_shrinks(write):
     (found,) = problems(write("[train]\nsteps = 10\n[schedule]\nwarmup_steps = 11"))
     assert "schedule.warmup_steps=11" in found and "train.steps=10" in found
-    assert (
-        load_recipe(write("[train]\nsteps = 10\n[schedule]\nwarmup_steps = 10")).schedule.warmup_steps == 10
-    )
+    assert load_recipe(write("[train]\nsteps = 10\n[schedule]\nwarmup_steps = 10")).schedule.warmup_steps == 10
     assert load_recipe(write("[train]\nsteps = 5")).schedule.warmup_steps <= 5
     assert load_recipe(write("[train]\nsteps = 1000")).schedule.warmup_steps == 20
 
@@ -215,10 +213,7 @@ def test_heads_must_divide_too(write):
     assert "model.n_heads=6 does not divide by parallel.tensor=4; 1, 2, 3 would." in found
     assert "model.n_kv_heads=3 does not divide by parallel.tensor=4; 1, 3 would." in found
     assert "model.dim=16 does not divide by model.n_heads=5" in problems(write(""), ["model.n_heads=5"])[0]
-    assert (
-        "model.n_heads=4 does not divide by model.n_kv_heads=3"
-        in problems(write(""), ["model.n_kv_heads=3"])[0]
-    )
+    assert "model.n_heads=4 does not divide by model.n_kv_heads=3" in problems(write(""), ["model.n_kv_heads=3"])[0]
     assert "model.head_dim=5 is odd" in problems(write(""), ["model.head_dim=5"])[0]
 
 
@@ -255,9 +250,7 @@ def test_degrees_that_do_are_resolved(layout):
 def test_accumulation_follows_from_batch_and_ranks(write):
     recipe = load_recipe(write("[data]\nglobal_batch_size = 24\n[train]\nmicro_batch_size = 4"))
     assert [accumulation(recipe, dp) for dp in (1, 2, 3, 6)] == [6, 3, 2, 1]
-    with pytest.raises(
-        RecipeError, match="=24 does not divide by train.micro_batch_size=4 x 4 .* = 16; .*=3 would"
-    ):
+    with pytest.raises(RecipeError, match="=24 does not divide by train.micro_batch_size=4 x 4 .* = 16; .*=3 would"):
         accumulation(recipe, 4)
     (found,) = problems(write("[train]\nmicro_batch_size = 3"))
     assert "data.global_batch_size=8" in found and "train.micro_batch_size=3" in found
@@ -309,9 +302,7 @@ def test_rope_scaling_is_checked_to_the_last_key(write):
         "high_freq_factor": 4,
         "original_max_position_embeddings": 64,
     }
-    overrides = [
-        f"model.rope_scaling.{name}={value}" for name, value in {"type": "llama3", **scaling}.items()
-    ]
+    overrides = [f"model.rope_scaling.{name}={value}" for name, value in {"type": "llama3", **scaling}.items()]
     assert model_config(load_recipe(write(""), overrides).model).rope_scaling == {"type": "llama3", **scaling}
     assert "lacks type" in problems(write(""), overrides[1:])[0]
     assert "rope_scaling.factor?" not in problems(write(""), [*overrides, "model.rope_scaling.facto=1"])[0]

@@ -14,9 +14,7 @@ from ftrain.spawn import rank_environ, spawn, verdict
 
 
 def ranks(code: str, n: int = 2, environ=os.environ) -> int:
-    return spawn(
-        n, [sys.executable, "-c", f"import os, sys, time; rank = int(os.environ['RANK']); {code}"], environ
-    )
+    return spawn(n, [sys.executable, "-c", f"import os, sys, time; rank = int(os.environ['RANK']); {code}"], environ)
 
 
 def test_all_well(capfd):
@@ -84,9 +82,7 @@ import os, sys
 from ftrain.spawn import spawn
 sys.exit(spawn(2, [sys.executable, "-c", sys.argv[1]], os.environ, stop=20))
 """
-RANK = (
-    "import os, signal, sys, time; signal.signal(signal.SIGTERM, {}); os.write(1, b'up\\n'); time.sleep(60)"
-)
+RANK = "import os, signal, sys, time; signal.signal(signal.SIGTERM, {}); os.write(1, b'up\\n'); time.sleep(60)"
 POLITE, DEAF = RANK.format("lambda *_: sys.exit(143)"), RANK.format("signal.SIG_IGN")
 
 

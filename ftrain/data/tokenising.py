@@ -113,9 +113,7 @@ def _encode_alone(document: Document, tokenizer: Tokenizer) -> np.ndarray:
         raise DataError(f"{document.origin} ({len(document.text)} characters): {error}") from error
 
 
-def _in_memory(
-    units: Sequence[Unit], rules: Rules, tokenizer: Tokenizer, report: Progress
-) -> list[cache.Part]:
+def _in_memory(units: Sequence[Unit], rules: Rules, tokenizer: Tokenizer, report: Progress) -> list[cache.Part]:
     total, done, parts = _n_bytes(units), 0, []
     for unit in units:
         batches = list(encode_unit(unit, rules, tokenizer))

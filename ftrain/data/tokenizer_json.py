@@ -36,8 +36,7 @@ def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f'data.tokenizer = "{spec.name}": expected "bytes", "bpe:SIZE" or a path, and '
-            f"cannot read {path}: {error}"
+            f'data.tokenizer = "{spec.name}": expected "bytes", "bpe:SIZE" or a path, and cannot read {path}: {error}'
         ) from error
     return tokenizer_from_json(text, spec, path.parent)
 
@@ -115,7 +114,6 @@ def _unspellable(config: dict, special: set[str]) -> dict:
     elif vocabulary:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
     added = [
-        token | {"content": names.get(token["content"], token["content"])}
-        for token in config.get("added_tokens") or []
+        token | {"content": names.get(token["content"], token["content"])} for token in config.get("added_tokens") or []
     ]
     return config | {"model": model, "added_tokens": added, "post_processor": None}

@@ -1,13 +1,13 @@
 """fp8 numerics: formats and scales, the recipe algebra, products, and what a weight's scale is known from.
 
-    formats.py     the cast and its scale              recipes.py    which product does what, as values
-    casts.py       from a recipe to codes              parse.py      a user's own recipe
-    matmul.py      the product of two fp8 matrices     check.py      what cannot be combined
-    linear.py      the differentiable layer, and its   sequence.py   what tensor parallelism moves
-                   tensor-parallel forms               delayed.py    scales from earlier steps' amaxes
-    state.py       what is known of a weight, and      measure.py    what a cast loses
-                   where a linear layer meets it       use.py        which weights of a model run in fp8
-    post.py        what runs after the optimizer
+formats.py     the cast and its scale              recipes.py    which product does what, as values
+casts.py       from a recipe to codes              parse.py      a user's own recipe
+matmul.py      the product of two fp8 matrices     check.py      what cannot be combined
+linear.py      the differentiable layer, and its   sequence.py   what tensor parallelism moves
+               tensor-parallel forms               delayed.py    scales from earlier steps' amaxes
+state.py       what is known of a weight, and      measure.py    what a cast loses
+               where a linear layer meets it       use.py        which weights of a model run in fp8
+post.py        what runs after the optimizer
 """
 
 from .check import check

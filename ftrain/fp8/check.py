@@ -52,9 +52,7 @@ def check(
 def _check_block(asked: str, device: str, capability: tuple[int, int] | None, tensor: int) -> list[str]:
     problems = []
     if device not in ("cuda", None):
-        problems.append(
-            f"{asked} on {device!r}: torch multiplies with block scales on CUDA only. Use rowwise here."
-        )
+        problems.append(f"{asked} on {device!r}: torch multiplies with block scales on CUDA only. Use rowwise here.")
     elif capability is not None and capability[0] != 9:
         problems.append(
             f"{asked} on a GPU of compute capability {capability[0]}.{capability[1]}: torch multiplies with "

@@ -63,9 +63,7 @@ def scaled_mm(
     return out if out.shape[1] == n else out[:, :n].contiguous()
 
 
-def block_scaled_mm(
-    a: Tensor, b_t: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
-) -> Tensor:
+def block_scaled_mm(a: Tensor, b_t: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """`scaled_mm` of e4m3 codes with a scale for every 128 elements along K, or for every tile of 128 by 128.
 
     a: (M, K), b_t: (N, K). scale_a: float32 (M, ceil(K / 128)) or (ceil(M / 128), ceil(K / 128)); scale_b:
@@ -108,9 +106,7 @@ def _block_layout(inverse: Tensor, by_row: bool, rows: int) -> Tensor:
     return F.pad(inverse, (0, -inverse.shape[1] % 4), value=1.0).contiguous().t()
 
 
-def _mm(
-    a: Tensor, b_t: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
+def _mm(a: Tensor, b_t: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     # torch.nn.functional.scaled_mm is the public name, but up to torch 2.11 it has no CPU kernel.
     return torch._scaled_mm(
         a.contiguous(), b_t.contiguous().t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast_accum
@@ -128,9 +124,7 @@ def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(x.view(torch.uint8), (0, columns, 0, rows)).view(x.dtype)  # 0x00 is +0 in both formats
 
 
-def _empty_product(
-    a: Tensor, b_t: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
-) -> Tensor:
+def _empty_product(a: Tensor, b_t: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Zeros (M, N), or NaN where a scale says that an operand was not finite."""
     zeros = torch.zeros((a.shape[0], b_t.shape[0]), dtype=torch.float32, device=a.device)
     return (zeros * scale_a * scale_b.t()).to(out_dtype)

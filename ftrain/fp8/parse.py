@@ -49,9 +49,7 @@ def parse(value: str | dict[str, Any], path: str = "fp8.recipe") -> Recipe:
     if not isinstance(name, str):
         problems.append(f"{path}.name: {name!r} is not a string.")
     if base is not None and base not in RECIPES:
-        problems.append(
-            f"{path}.base: {base!r} is not a recipe{_near(base, RECIPES)}; there are {_list(RECIPES)}."
-        )
+        problems.append(f"{path}.base: {base!r} is not a recipe{_near(base, RECIPES)}; there are {_list(RECIPES)}.")
     parsed: dict[str, Product | None] = {}
     for product in PRODUCTS:
         if product in value:
@@ -157,9 +155,7 @@ def _cannot_combine(recipe: Recipe) -> list[str]:
 
 def _unknown(table: dict[str, Any], known: Iterable[str], path: str) -> list[str]:
     return [
-        f"{path}.{key}: unknown key{_near(key, known)}; there are {_list(known)}."
-        for key in table
-        if key not in known
+        f"{path}.{key}: unknown key{_near(key, known)}; there are {_list(known)}." for key in table if key not in known
     ]
 
 

@@ -28,9 +28,7 @@ def gather(matrix: Tensor, lead: Sequence[int], group: ProcessGroup) -> Tensor:
     return got.view(matrix.dtype)
 
 
-def gather_codes(
-    data: Tensor, scale: Tensor, lead: Sequence[int], group: ProcessGroup
-) -> tuple[Tensor, Tensor]:
+def gather_codes(data: Tensor, scale: Tensor, lead: Sequence[int], group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """Codes of all ranks, and their scale: gathered if it is by token; any other is equal on all ranks."""
     by_token = scale.ndim == 2 and scale.shape[0] == data.shape[0] and scale.shape[1] == 1
     return gather(data, lead, group), gather(scale, lead, group) if by_token else scale

@@ -90,9 +90,7 @@ class Fp8:
             )
         return problems
 
-    def notes(
-        self, abstract: Any, plans: Any, mesh: MeshShape, device: str, tokens: int, compiled: bool
-    ) -> list[str]:
+    def notes(self, abstract: Any, plans: Any, mesh: MeshShape, device: str, tokens: int, compiled: bool) -> list[str]:
         """What fp8 does here and what the machine changes about it, a sentence each; none without fp8.
 
         abstract, plans: trees of Param and sharding.Plan. device: "cpu" or "cuda". tokens: of a micro-batch.
@@ -106,9 +104,7 @@ class Fp8:
         weights = [path for path in local if any(fnmatchcase(path, glob) for glob in self.weights)]
         if not runs:
             return []
-        lines = [
-            f"fp8 {self.recipe.name}: {len(runs)} of {len(weights)} weights; {self._wire_note(mesh.shard)}"
-        ]
+        lines = [f"fp8 {self.recipe.name}: {len(runs)} of {len(weights)} weights; {self._wire_note(mesh.shard)}"]
         if device != "cuda":
             return [*lines, "fp8 on the CPU is for its numbers: products in float32 are faster here"]
         if not compiled:
@@ -124,9 +120,7 @@ class Fp8:
             for shape, paths in odd.items()
         ]
         if padding(tokens) and self.recipe.grad_weight:
-            lines.append(
-                f"fp8 pads {tokens} tokens to {tokens + padding(tokens)} in the products of weight gradients"
-            )
+            lines.append(f"fp8 pads {tokens} tokens to {tokens + padding(tokens)} in the products of weight gradients")
         return lines
 
     def _wire_note(self, shards: int) -> str:

@@ -41,9 +41,7 @@ def model_config(model: Model) -> Any:
     given = {k: v for k, v in vars(model).items() if v is not None and k not in ("family", "preset")}
     known = {field.name: field for field in dataclasses.fields(module.Config)}
     problems = [
-        f"model.{name}: the family {model.family} has no such dimension."
-        for name in given
-        if name not in known
+        f"model.{name}: the family {model.family} has no such dimension." for name in given if name not in known
     ]
     if model.preset is not None and model.preset not in module.PRESETS:
         close = nearest(model.preset, module.PRESETS)
@@ -72,11 +70,7 @@ def model_config(model: Model) -> Any:
     if problems:
         raise RecipeError(problems)
     try:
-        return (
-            dataclasses.replace(module.PRESETS[model.preset], **given)
-            if model.preset
-            else module.Config(**given)
-        )
+        return dataclasses.replace(module.PRESETS[model.preset], **given) if model.preset else module.Config(**given)
     except ValueError as error:
         raise RecipeError([f"[model]: {error}"]) from error
 
@@ -96,11 +90,7 @@ def accumulation(recipe: Recipe, dp: int) -> int:
     total, micro = recipe.data.global_batch_size, recipe.train.micro_batch_size
     if total % (micro * dp):
         fits = [m for m in range(micro, 0, -1) if total % (m * dp) == 0]
-        advice = (
-            f"train.micro_batch_size={fits[0]} would"
-            if fits
-            else f"a multiple of {micro * dp} sequences would"
-        )
+        advice = f"train.micro_batch_size={fits[0]} would" if fits else f"a multiple of {micro * dp} sequences would"
         raise RecipeError(
             [
                 f"data.global_batch_size={total} does not divide by train.micro_batch_size={micro} x {dp} "
@@ -169,9 +159,7 @@ def _tensor_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
         if world_size is None:
             return
         tensor = resolve_parallel(recipe.parallel, world_size).tensor
-    sizes = {
-        f"model.{name}": getattr(config, name) for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-    }
+    sizes = {f"model.{name}": getattr(config, name) for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")}
     for name, size in {**sizes, "data.seq_len": recipe.data.seq_len}.items():
         if size % tensor:
             fits = [str(degree) for degree in range(1, tensor) if size % degree == 0]

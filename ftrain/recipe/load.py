@@ -61,11 +61,7 @@ def dump(recipe: Recipe) -> str:
 def shipped() -> list[str]:
     """The names of the recipes that come with ftrain."""
     folder = importlib.resources.files("ftrain") / "recipes"
-    return (
-        sorted(file.name[:-5] for file in folder.iterdir() if file.name.endswith(".toml"))
-        if folder.is_dir()
-        else []
-    )
+    return sorted(file.name[:-5] for file in folder.iterdir() if file.name.endswith(".toml")) if folder.is_dir() else []
 
 
 def _read(name_or_path: str | os.PathLike) -> dict[str, Any]:
@@ -79,21 +75,15 @@ def _read(name_or_path: str | os.PathLike) -> dict[str, Any]:
     else:
         close = nearest(path.stem, names, "{}")
         kind = (
-            "is a folder, not a recipe"
-            if path.is_dir()
-            else "there is no such file and no shipped recipe of that name"
+            "is a folder, not a recipe" if path.is_dir() else "there is no such file and no shipped recipe of that name"
         )
         hint = f" ({close})" if close else ""
-        raise RecipeError(
-            [f"{text}: {kind}{hint}; the shipped recipes are {', '.join(names) or 'missing here'}."]
-        )
+        raise RecipeError([f"{text}: {kind}{hint}; the shipped recipes are {', '.join(names) or 'missing here'}."])
     try:
         content = source.read_text(encoding="utf-8-sig")
         return tomllib.loads(content)
     except UnicodeDecodeError as error:
-        raise RecipeError(
-            [f"{text}: a recipe is UTF-8 text; byte {error.start} is not ({error.reason})."]
-        ) from error
+        raise RecipeError([f"{text}: a recipe is UTF-8 text; byte {error.start} is not ({error.reason})."]) from error
     except tomllib.TOMLDecodeError as error:
         raise RecipeError([f"{text}: not valid TOML: {_toml_error(error, content)}"]) from error
     except OSError as error:
@@ -146,9 +136,7 @@ def _late_defaults(recipe: Recipe, given: set[str]) -> Recipe:
     """
     if "schedule.warmup_steps" not in given:
         warmup = min(recipe.schedule.warmup_steps, recipe.train.steps // 10)
-        recipe = dataclasses.replace(
-            recipe, schedule=dataclasses.replace(recipe.schedule, warmup_steps=warmup)
-        )
+        recipe = dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, warmup_steps=warmup))
     late: dict[str, Any] = {}
     if recipe.fp8.recipe != "none":
         operand = _wire_operand(recipe.fp8.recipe)

@@ -23,9 +23,7 @@ def key(default: Any, doc: str, *, choices=(), low=None, above=None, high=None, 
     return dataclasses.field(default=default, metadata=check)
 
 
-def read_table(
-    cls: type, table: str, raw: dict[str, Any], tables: dict[str, type]
-) -> tuple[dict, list[str], set[str]]:
+def read_table(cls: type, table: str, raw: dict[str, Any], tables: dict[str, type]) -> tuple[dict, list[str], set[str]]:
     """Check `raw`, one TOML table, against the dataclass `cls`. `tables` are all of them, for "belongs in".
 
     Returns the good values by field name, a sentence for each problem, and the full keys of the bad values.
@@ -54,9 +52,7 @@ def unknown_table(name: str, value: Any, tables: dict[str, type]) -> str:
         hint = f"it belongs in {' or '.join(owners)}" if owners else f"the tables are {_listed(tables)}"
         return f"{name} = {show(value)}: a key outside any table; {hint}."
     close = nearest(name, tables, "[{}]")
-    return f"[{name}]: there is no such table" + (
-        f" ({close})." if close else f"; the tables are {_listed(tables)}."
-    )
+    return f"[{name}]: there is no such table" + (f" ({close})." if close else f"; the tables are {_listed(tables)}.")
 
 
 def nearest(name: str, candidates: typing.Iterable[str], form: str = '"{}"') -> str:

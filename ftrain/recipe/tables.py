@@ -69,13 +69,9 @@ class Parallel:
     """Ranks along each mesh axis; their product is the world size. One of them may be -1: what is left."""
 
     replicate: int = key(1, "replicas of the sharded model (HSDP); -1: what is left")
-    shard: int = key(
-        -1, "ranks that share parameters, gradients and optimizer state (FSDP, ZeRO-3); -1: what is left"
-    )
+    shard: int = key(-1, "ranks that share parameters, gradients and optimizer state (FSDP, ZeRO-3); -1: what is left")
     tensor: int = key(1, "ranks that split each layer's matrices and sequence (tensor and sequence parallel)")
-    reshard_after_forward: bool = key(
-        True, "drop gathered weights after the forward, gather again in the backward"
-    )
+    reshard_after_forward: bool = key(True, "drop gathered weights after the forward, gather again in the backward")
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -143,9 +139,7 @@ class Optimizer:
 class Schedule:
     """The learning rate over steps: a linear warm-up, a plateau at the peak, a decay."""
 
-    warmup_steps: int = key(
-        20, "steps of linear warm-up; absent: 20, or train.steps / 10 if that is less", low=0
-    )
+    warmup_steps: int = key(20, "steps of linear warm-up; absent: 20, or train.steps / 10 if that is less", low=0)
     decay: str = key(
         "cosine",
         "the shape of the decay; wsd is a plateau and then a linear decay",
@@ -166,9 +160,7 @@ class Train:
 
     steps: int = key(200, "optimizer steps", low=1)
     seed: int = key(0, "seed of the initial values and of the order of the data", low=0)
-    micro_batch_size: int = key(
-        4, "sequences per rank and forward; gradient accumulation follows from it", low=1
-    )
+    micro_batch_size: int = key(4, "sequences per rank and forward; gradient accumulation follows from it", low=1)
     remat: str | float = key(
         "none",
         "recompute activations in the backward: none, full, or the fraction of their memory to keep",
