@@ -47,6 +47,7 @@ class Execution:
 
         products: the layer multiplies with these weights, in fp8 where that is asked for; an embedding does not.
         """
+        operand = fp8.wire_operand(self.fp8.recipe)
         return make_gather(
             abstract,
             plans,
@@ -58,6 +59,7 @@ class Execution:
             keep=not self.reshard_after_forward,
             fp8=self.fp8.wire if products else lambda path: (None, False),
             cast=self._cast,
+            power_of_two=operand is not None and operand.power_of_two,
         )
 
     def post(self, abstract: Any) -> tuple[Callable, ...]:

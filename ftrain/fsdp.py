@@ -83,6 +83,7 @@ class Gather:
     keep: bool = False  # keep gathered weights between forward and backward: reshard_after_forward = false
     is_identity: bool = False  # nothing moves and nothing is cast: a weight is its shard
     cast: Callable = cast  # fp8.formats.cast, perhaps compiled
+    power_of_two: bool = False  # whether scales that are made here are, as the fp8 recipe says
 
     @property
     def weights_live_on(self) -> bool:
@@ -102,14 +103,7 @@ class Gather:
         shards = tree.leaves(layer.params)
         states = [None] * len(shards) if layer.fp8 is None else self.treedef.flatten_up_to(layer.fp8)
         scales = self._scales(shards, states)
-        payloads = [
-            shard
-            if not wire.is_codes
-            else state.codes
-            if state and state.codes is not None
-            else self.cast(shard, scale, wire.fp8)
-            for wire, shard, state, scale in zip(self.wires, shards, states, scales, strict=True)
-        ]
+        payloads = [self._payload(*parts) for parts in zip(self.wires, shards, states, scales, strict=True)]
         if self.group is None:
             return Arriving(self, states, scales, payloads, None, None)
         ranks = self.group.size()
@@ -134,8 +128,14 @@ class Gather:
         if unknown:
             amaxes = torch.stack([amax(shards[i]).float() for i in unknown])
             for i, value in zip(unknown, all_reduce_max(amaxes, self.world).unbind(), strict=True):
-                scales[i] = scale_from_amax(value, self.wires[i].fp8)
+                scales[i] = scale_from_amax(value, self.wires[i].fp8, self.power_of_two)
         return scales
+
+    def _payload(self, wire: Wire, shard: torch.Tensor, state: WeightState | None, scale: torch.Tensor | None) -> Any:
+        """What this rank sends of one weight: its shard, or codes of it, cast before or now."""
+        if not wire.is_codes:
+            return shard
+        return state.codes if state and state.codes is not None else self.cast(shard, scale, wire.fp8)
 
     def scatter(self, grads: Any) -> "InFlight":
         """Start reducing the gradients of the weights to gradients of the shards. `grads`: the weights' structure."""
@@ -270,12 +270,14 @@ def make_gather(
     keep: bool = False,
     fp8: Callable[[str], tuple[torch.dtype | None, bool]] = lambda path: (None, False),
     cast: Callable = cast,
+    power_of_two: bool = False,
 ) -> Gather:
     """The gather of layers shaped like `abstract` (a tree of Param), laid out by `plans` and named by `paths`.
 
     wire_dtype: what travels; None: the compute dtype. The parameters' own dtype costs twice the bytes of bf16 and
         changes nothing else, since the cast to the compute dtype then happens on arrival.
     fp8: path -> (the format that fp8 products take this weight in, or None; whether its codes travel).
+    power_of_two: of the scales of codes that are made while gathering, since none were given.
     """
     wires, is_identity = [], mesh.group("shard") is None
     for param, plan, path in zip(*(tree.leaves(t) for t in (abstract, plans, paths)), strict=True):
@@ -286,7 +288,7 @@ def make_gather(
         is_identity = is_identity and format is None and param.dtype == compute_dtype
     _, treedef = tree.flatten(abstract)
     groups = (mesh.group("shard"), mesh.group("replicate"), mesh.world)
-    return Gather(tuple(wires), treedef, *groups, reduce_dtype, keep, is_identity, cast)
+    return Gather(tuple(wires), treedef, *groups, reduce_dtype, keep, is_identity, cast, power_of_two)
 
 
 def _bytes(codes: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,14 @@ def test_scales_made_after_the_step_or_in_it_and_cached_codes_give_the_same_bits
     assert same(traced(layout, "fp8.cache_shards=true"), inline)
 
 
+def test_scales_that_are_powers_of_two_are_so_whenever_they_are_made(traced):
+    products = 'output={x="e4m3", w="e4m3 power_of_two"}, grad_input={g="e5m2", w="e4m3 power_of_two"}'
+    recipe = f'fp8.recipe={{base="tensorwise", {products}}}'
+    for layout in ("one rank", "shard 2"):
+        assert same(traced(layout, recipe), traced(layout, recipe, "fp8.precompute_scales=false"))
+    assert not same(traced("one rank", recipe), traced("one rank"))
+
+
 @pytest.mark.parametrize("layout", ["shard 4", "shard 2 x tensor 2"])
 def test_gather_then_cast_is_cast_then_gather(traced, layout):
     """Codes made on arrival from weights in their own dtype are those that would have travelled."""
