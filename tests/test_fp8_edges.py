@@ -134,7 +134,7 @@ def test_what_can_only_be_a_mistake_is_one_sentence_before_anything_runs(overrid
 def test_every_command_gives_the_same_verdict():
     sets = [word for override in (*steps.BASE, 'fp8.skip=["outptu"]') for word in ("--set", override)]
     said = []
-    for command in {"train", "validate", "inspect-sharding"} & set(main.commands):
+    for command in ("train", "validate", "inspect-sharding"):
         result = CliRunner().invoke(main, [command, "debug", *sets])
         assert result.exit_code == 2
         said.append(result.output)

@@ -6,6 +6,7 @@ import pytest
 
 from ftrain.fp8 import RECIPES, Operand, Product, Recipe, check, describe, parse, uses_history, wire_operand
 from ftrain.fp8.recipes import operands
+from ftrain.recipe.tables import FP8_RECIPES
 
 
 def test_named_recipes_say_what_each_product_does():
@@ -35,6 +36,10 @@ def test_every_named_recipe_can_be_written_as_a_table():
             table[name] = {**pair, "fast_accumulation": product.fast_accumulation}
         assert parse(table) == recipe
         assert parse(recipe.name) is recipe
+
+
+def test_the_names_that_a_recipe_file_may_use_are_those_that_there_are():
+    assert FP8_RECIPES == tuple(RECIPES)
 
 
 def test_a_users_own_table():
