@@ -17,8 +17,7 @@ import torch
 from ftrain import tree
 from ftrain.fsdp import Gather
 from ftrain.transforms import add, linearize
-
-Tree = Any
+from ftrain.tree import Tree
 
 
 def kept_layers(remat: str | float, n_layers: int) -> int:
@@ -207,11 +206,11 @@ class _SumOverChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        grads = iter(_Scaled.apply(grad, *ctx.saved_tensors))
+        grads = iter(_TimesFactor.apply(grad, *ctx.saved_tensors))
         return None, *(next(grads) if here else None for here in ctx.call.present)
 
 
-class _Scaled(torch.autograd.Function):
+class _TimesFactor(torch.autograd.Function):
     @staticmethod
     def forward(factor, *tensors):
         return tuple(t * factor.to(t.dtype) for t in tensors)

@@ -20,6 +20,7 @@ import torch
 from ftrain import tree
 from ftrain.kernels import adamw as kernel
 from ftrain.schedules import Schedule, schedule
+from ftrain.tree import Tree
 
 __all__ = [
     "AdamState",
@@ -36,7 +37,6 @@ __all__ = [
     "step",
 ]
 
-Tree = Any
 FUSED_DEVICES = ("cpu", "cuda")  # where torch._fused_adamw_ was tried
 
 

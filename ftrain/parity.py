@@ -26,8 +26,7 @@ from ftrain.recipe import Recipe
 from ftrain.run import Run, default_device
 from ftrain.sharding import Mesh, full
 from ftrain.step import TrainState, make_global_norm, make_train_step
-
-Tree = Any
+from ftrain.tree import Tree
 
 
 @dataclass(frozen=True)

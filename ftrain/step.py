@@ -6,7 +6,7 @@ Everything that changes between two steps is in the `TrainState` that goes in an
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from ftrain import optim, tree
 from ftrain.sharding import Mesh, Plan, like, to_local
 from ftrain.transforms import accumulate, add, grad_and_value, maximum
-
-Tree = Any
+from ftrain.tree import Tree
 
 
 class TrainState(NamedTuple):

@@ -129,7 +129,8 @@ def _loop(
             save = opened.enter_context(saver(run, out))
             asked_to_stop = opened.enter_context(stop_requests(run.world.world_size))
             tick = opened.enter_context(tracing(recipe.metrics.profile_steps, out if writes else None, step))
-            for state, metrics in training_steps(run, state):  # noqa: B020
+            steps = training_steps(run, state)
+            for state, metrics in steps:
                 step, doing = state.step, f"after step {state.step}"
                 waiting.append((step, metrics))
                 signum, ends = asked_to_stop(), step == recipe.train.steps

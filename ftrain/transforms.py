@@ -14,9 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import tree
-
-Tree = Any
-
+from ftrain.tree import Tree
 
 # --- linearize --------------------------------------------------------------------------------------------------
 

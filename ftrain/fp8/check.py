@@ -49,7 +49,7 @@ def check(
     return problems
 
 
-def _check_block(asked: str, device: str, capability: tuple[int, int] | None, tensor: int) -> list[str]:
+def _check_block(asked: str, device: str | None, capability: tuple[int, int] | None, tensor: int) -> list[str]:
     problems = []
     if device not in ("cuda", None):
         problems.append(f"{asked} on {device!r}: torch multiplies with block scales on CUDA only. Use rowwise here.")

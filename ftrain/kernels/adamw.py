@@ -6,12 +6,11 @@ bfloat16 gradient as it is and the clip factor from the device, and writes nothi
 """
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-HAS_TRITON = find_spec("triton") is not None
+from ftrain.kernels import HAS_TRITON
 
 
 def adamw_(

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .adamw import HAS_TRITON
+from ftrain.kernels import HAS_TRITON
 
 TILE = (64, 64, 2)  # rows, columns, warps: the fastest of eight tried on an H200, at 2.7 TB/s read and written
 

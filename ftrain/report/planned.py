@@ -29,7 +29,7 @@ class Peers(dist.ProcessGroup):
     def group_name(self) -> str:
         return f"ftrain planned {self.axis}"
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch asks for it by this name
+    def getBackendName(self) -> str:  # torch asks for it by this name
         return "planned"
 
 
