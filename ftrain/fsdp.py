@@ -15,6 +15,7 @@ rank nothing is packed and nothing moves: a weight is its shard in the compute d
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -55,10 +56,8 @@ class Wire:
 
     @property
     def row_numel(self) -> int:
-        total = 1
-        for size in self.shape[1:]:
-            total *= size
-        return total
+        """Elements of one row: what lies under one index of dim 0."""
+        return prod(self.shape[1:])
 
     def numel(self) -> int:
         """Elements that each rank sends, padding included."""

@@ -152,8 +152,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def _meet(world: World, seconds: float):
     """The store through which ranks find each other, or LaunchError within `seconds`.
 
-    In a thread: a client that reached a port of some other program waits for an answer for ever, whatever its
-    timeout.
+    In a thread: a client that reached a port of some other program waits for an answer for ever, whatever its timeout.
     """
     import torch.distributed as dist
 

@@ -52,8 +52,13 @@ def rope(x_BHSE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BHSE.dtype)
 
 
-def attention(q_BHSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, mask=None) -> torch.Tensor:
-    """Causal attention with H / K query heads to each key head (GQA). `mask`, bool (B, 1, S, S), replaces causality."""
+def attention(
+    q_BHSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Causal attention, (B, H, S, E), with H / K query heads to each key head (GQA). Scores are divided by sqrt(E).
+
+    mask: bool (B, 1, S, S), which positions each may attend to, in place of causality.
+    """
     if q_BHSE.is_meta:
         # Shapes without values (a rehearsal, see report/) have no device to choose a kernel for. torch would plan the
         # unfused one, whose S x S weights no device keeps.

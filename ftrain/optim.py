@@ -177,8 +177,7 @@ def global_norm(grads: Tree) -> torch.Tensor:
 
 
 def clip_by_global_norm(max_norm: float, norm: Callable[[Tree], torch.Tensor] = global_norm) -> Optimizer:
-    """Scale the whole gradient down to `max_norm` where its norm is larger. inf: never; the norm is still
-    seen.
+    """Scale the whole gradient down to `max_norm` where its norm is larger. inf: never; the norm is still seen.
 
     norm: the norm function; a sharded tree needs one that adds over ranks.
     """
@@ -325,8 +324,7 @@ def _factor(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Ten
 
 
 def _workable(grads, moments, *, overwrite: bool, keep: bool) -> list[torch.Tensor]:
-    """Gradients as the in-place kernel needs them: contiguous, in the moments' dtype, and free to be
-    overwritten.
+    """Gradients as the in-place kernel needs them: contiguous, in the moments' dtype, and free to be overwritten.
 
     The kernel reads the four tensors of a leaf as flat memory: a transposed gradient would pair wrong
     elements.

@@ -5,6 +5,7 @@ report all follow from it, and none of them needs a device to be planned.
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,16 +49,14 @@ class Param:
     @property
     def numel(self) -> int:
         """How many elements the whole parameter has."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
 
 def initial_rows(path: str, param: Param, seed: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
     """Rows [start, stop) of the initial value of `param`, on the CPU, in its dtype.
 
-    Bitwise the same rows whatever the range asked for, so every sharding starts from the same parameters.
+    Bitwise the same rows whatever the range asked for, so every sharding starts from the same parameters. Raises
+    ValueError for an initialiser that there is not.
     """
     stop = param.shape[0] if stop is None else stop
     shape = (max(stop - start, 0), *param.shape[1:])

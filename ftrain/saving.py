@@ -24,8 +24,7 @@ def saver(run: Run, out: Path | None) -> Iterator[Callable[..., None]]:
     record: the step's, for the numbers that go on in the next run.
     wait: return when it is on disk. With checkpoint.async_save it otherwise goes on beside training, and is
     waited for before the next one and at the end: an error in it is raised there, on every rank. When the
-    run fails, a save that goes on gets LAST_SECONDS to become whole, and the run's own error is raised.
-    Collective.
+    run fails, a save that goes on gets LAST_SECONDS to become whole, and the run's own error is raised. Collective.
     """
     options, pending, group = run.recipe.checkpoint, None, None
     if out is not None and options.async_save and run.world.world_size > 1:

@@ -57,8 +57,7 @@ def verdict(codes: Sequence[int], first: Sequence[int]) -> tuple[int, str]:
     """(exit code, sentence) for the return codes of the ranks, of which those in `first` failed first.
 
     Negative codes are signals, as in subprocess. A rank that ended since it lost a peer is not the cause
-    where there is another; a mistake in the recipe (code 2) has been explained by rank 0 and needs no
-    sentence.
+    where there is another; a mistake in the recipe (code 2) has been explained by rank 0 and needs no sentence.
     """
     if not first:
         return 0, ""

@@ -21,8 +21,7 @@ def opened(source, *, vocab_size=272, seed=0, **changed):
 
 
 def text_of(tmp_path, n_tokens, name="a.txt"):
-    """A file that makes exactly n_tokens tokens: its bytes and two boundaries, all different from their
-    neighbours."""
+    """A file that makes exactly n_tokens tokens: its bytes and two boundaries, all different from their neighbours."""
     path = tmp_path / name
     path.write_text("".join(chr(97 + (i * 7 + i // 26) % 26) for i in range(n_tokens - 2)))
     return path

@@ -69,6 +69,7 @@ def tokenizer_path(folder: Path, units: Iterable[Unit], settings: tuple) -> Path
 
 
 def part_path(folder: Path, key: str) -> Path:
+    """Where the part with this key lies: a folder for each first two digits, as no folder should hold thousands."""
     return folder / "tokens" / key[:2] / f"{key}.tokens"
 
 
@@ -88,8 +89,7 @@ def read_part(path: Path) -> Part | None:
 
 
 def write_part(path: Path, batches: Iterable[tuple[np.ndarray, np.ndarray, int]], dtype: np.dtype) -> None:
-    """Write a part from batches of (training tokens, held-out tokens, documents), never holding more than
-    one."""
+    """Write a part from batches of (training tokens, held-out tokens, documents), never holding more than one."""
     n_train = n_held = n_documents = 0
     with writing(path) as temporary, open(temporary, "w+b") as file, TemporaryFile(dir=path.parent) as held:
         file.write(bytes(HEADER.size))
@@ -109,8 +109,7 @@ def write_part(path: Path, batches: Iterable[tuple[np.ndarray, np.ndarray, int]]
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """A name to write under; renamed to `path` at the end, removed on an error. DataError if the disk
-    refuses."""
+    """A name to write under; renamed to `path` at the end, removed on an error. DataError if the disk refuses."""
     temporary = path.with_name(f"{path.name}.{HOST}-{os.getpid()}.{time.time_ns()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,8 +139,7 @@ def locked(folder: Path, name: str) -> Iterator[None]:
 
 
 def remove_unfinished(folder: Path, pids: tuple[int, ...] = ()) -> None:
-    """Remove what was left half-written: by runs that ended over a day ago, and by our own ended
-    processes."""
+    """Remove what was left half-written: by runs that ended over a day ago, and by our own ended processes."""
     for path in folder.glob("*/**/*.tmp"):
         with contextlib.suppress(OSError):
             ours = any(f".{HOST}-{pid}." in path.name for pid in pids)

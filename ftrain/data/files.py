@@ -9,9 +9,7 @@ CHUNK = 1 << 20
 
 
 def read_chunks(path: str) -> Iterator[bytes]:
-    """A file's bytes, decompressed if its name ends in .gz or .zst. A compressed file cut short is an
-    error.
-    """
+    """A file's bytes, decompressed if its name ends in .gz or .zst. A compressed file cut short is an error."""
     if path.endswith(".zst"):
         yield from _zst_chunks(path)
         return

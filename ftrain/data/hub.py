@@ -18,8 +18,7 @@ def load_hf(source: str) -> Any:
 
 
 def hf_version(source: str) -> str:
-    """What changes when the rows do: the library's hash of the data set's files and revision, and the
-    split."""
+    """What changes when the rows do: the library's hash of the data set's files and revision, and the split."""
     name, config, split = _parts(source)
     return f"{_call('load_dataset_builder', source, name, config or None).hash}:{split}"
 

@@ -119,8 +119,7 @@ class Windows(NamedTuple):
         return np.cumsum([0, *counts], dtype=np.int64)
 
     def read(self, ids: Sequence[int]) -> dict[str, np.ndarray]:
-        """The windows of these numbers as rows: "tokens" and "targets" (and "segments"), int64 (rows,
-        seq_len).
+        """The windows of these numbers as rows: "tokens" and "targets" (and "segments"), int64 (rows, seq_len).
 
         Padding has token 0 and target IGNORE. Segments number the documents of a row; padding is one of its
         own. Raises DataError for an id that the model does not have."""
@@ -155,6 +154,5 @@ def segments(tokens: np.ndarray, bos: int, eos: int) -> np.ndarray:
     """The document of tokens[1:], counted within them. tokens[0] is only what comes before.
 
     A document begins at a BOS that follows an EOS. Where both are one id that still holds: no document is
-    empty and no document's text holds the id, so the id comes in pairs, the second of which begins a
-    document."""
+    empty and no document's text holds the id, so the id comes in pairs, the second of which begins a document."""
     return np.cumsum((tokens[1:] == bos) & (tokens[:-1] == eos))

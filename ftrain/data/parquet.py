@@ -27,8 +27,7 @@ def group_starts(path: str, size: int, step: int) -> tuple[list[int], int]:
 
 
 def read_rows(path: str, column: str, start: int, stop: int | None) -> Iterator[tuple[int, Any]]:
-    """(row number in the file, from 1; value of `column`) of row groups [start, stop), to the last if
-    None."""
+    """(row number in the file, from 1; value of `column`) of row groups [start, stop), to the last if None."""
     file = open_parquet(path)
     if column not in file.schema_arrow.names:
         names = ", ".join(file.schema_arrow.names)

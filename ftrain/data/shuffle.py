@@ -29,8 +29,7 @@ def key(*numbers: int) -> int:
 
 
 def permute(index: np.ndarray, n: int, key_: int) -> np.ndarray:
-    """Where a shuffle of range(n) under `key_` puts each index. index: int64, 0 <= index < n. Same shape,
-    int64."""
+    """Where a shuffle of range(n) under `key_` puts each index. index: int64, 0 <= index < n. Same shape, int64."""
     assert n >= 1, f"a permutation of {n} things"
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     salts = mix(np.arange(1, ROUNDS + 1, dtype=np.uint64) * GAMMA + np.uint64(key_))

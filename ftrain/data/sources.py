@@ -1,8 +1,7 @@
 """What `data.source` names: the files of a corpus, in a fixed order, cut into units of work.
 
 A file's *name* is its path relative to the fixed part of the glob that found it (or to the standard library),
-with forward slashes. Order and the held-out split depend on names only, so a corpus may move from disk to
-disk.
+with forward slashes. Order and the held-out split depend on names only, so a corpus may move from disk to disk.
 """
 
 import glob

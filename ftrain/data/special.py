@@ -15,8 +15,7 @@ def find_bos_eos(
     spec: TokenizerSpec, config: dict, vocabulary: dict[str, int], added: dict[str, int], folder: Path | None
 ) -> tuple[str, str]:
     """The contents of (BOS, EOS). In order of precedence: the recipe, the files beside tokenizer.json, the
-    tokenizer's template, and the names that tokenizers in use have. A tokenizer without BOS has its EOS do
-    both.
+    tokenizer's template, and the names that tokenizers in use have. A tokenizer without BOS has its EOS do both.
 
     Raises DataError where there is no EOS, or where the recipe names a token that is not there.
     """

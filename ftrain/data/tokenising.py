@@ -32,8 +32,7 @@ Batch = tuple[np.ndarray, np.ndarray, int]  # training tokens, held-out tokens, 
 
 
 class Rules(NamedTuple):
-    """What decides a document's tokens besides its text: the tokenizer, the text's field, the held-out
-    share."""
+    """What decides a document's tokens besides its text: the tokenizer, the text's field, the held-out share."""
 
     tokenizer: TokenizerSpec
     field: str

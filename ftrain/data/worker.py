@@ -1,7 +1,6 @@
 """A process that tokenises units: `python -m ftrain.data.worker RULES`, started by tokenising.py.
 
-Reads a line of JSON for each unit and answers with one; ends when its input does, so also when its parent
-dies.
+Reads a line of JSON for each unit and answers with one; ends when its input does, so also when its parent dies.
 """
 
 import json
@@ -18,6 +17,7 @@ from .tokenizer_json import open_tokenizer
 
 
 def main() -> None:
+    """Tokenise what is asked for on stdin, by the rules of the one argument, until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends this process
     spec, field, held_out = json.loads(sys.argv[1])
     rules = Rules(TokenizerSpec(*spec), field, held_out)

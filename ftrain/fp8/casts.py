@@ -29,6 +29,7 @@ class Codes(NamedTuple):
     data_t: Tensor | None = None
 
     def t(self) -> Codes:
+        """The transposed matrix; contiguous where `data_t` is known."""
         return Codes(self.data.t() if self.data_t is None else self.data_t, self.scale.t())
 
 

@@ -23,19 +23,19 @@ def check(
     problems = []
     asked = f"fp8.recipe = {recipe.name!r}"
     weight = [(name, operand) for name, _, operand in operands(recipe, "w")]
-    uses = " and ".join(f"{operand} in {name}" for name, operand in weight) or "in high precision"
+    uses = " and ".join(f"as {operand} in {name}" for name, operand in weight) or "in high precision"
     if all_gather and wire_operand(recipe) is None:
         problems.append(
             f"fp8.all_gather = true with {asked}: a weight travels as one set of fp8 codes with one scale, "
-            f"and this recipe's w is {uses}. Set fp8.all_gather = false, or use a recipe whose w is the same "
-            "tensor-scaled fp8 in output and grad_input (tensorwise, delayed)."
+            f"and this recipe takes weights (w) {uses}. Set fp8.all_gather = false, or use a recipe that takes them as "
+            "the same fp8 with one scale in output and in grad_input (tensorwise, delayed)."
         )
     operand = wire_operand(recipe)
     if precompute_scales and (operand is None or operand.scale == "history"):
         problems.append(
-            f"fp8.precompute_scales = true with {asked}: there is nothing to precompute, this recipe's w is "
-            f"{uses}. Set fp8.precompute_scales = false, or use a recipe whose w has one scale of its own "
-            "(tensorwise)."
+            f"fp8.precompute_scales = true with {asked}: there is nothing to precompute, this recipe takes weights (w) "
+            f"{uses}. Set fp8.precompute_scales = false, or use a recipe whose weights have one scale each, made from "
+            "the weight itself (tensorwise)."
         )
     if device not in ("cpu", "cuda", None):
         problems.append(f'{asked} on {device!r}: fp8 products need cpu or cuda. Set fp8.recipe = "none".')

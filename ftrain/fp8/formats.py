@@ -28,8 +28,7 @@ class Scaled(NamedTuple):
 
     data: fp8 codes. scale: float32, of shape () or broadcastable against data. port: a high-precision tensor
     of data's shape and stride 0 (it holds one number); its dtype is the dtype its gradient will have. An fp8
-    tensor must never carry a cotangent, because autograd would round the gradient to fp8: the port carries
-    it.
+    tensor must never carry a cotangent, because autograd would round the gradient to fp8: the port carries it.
     """
 
     data: Tensor
@@ -92,8 +91,7 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
 
     The division is done in float64, so that eager and compiled code agree to the bit. A power-of-two scale is
     rounded *down* by masking its mantissa; ``exp2(floor(log2(scale)))`` rounds up just below a power of two.
-    NaN or Inf in, NaN out: the cast that follows turns the tensor into NaN, and the step's finite check sees
-    it.
+    NaN or Inf in, NaN out: the cast that follows turns the tensor into NaN, and the step's finite check sees it.
     """
     wide = amax.to(torch.float64)
     scale = (MAX[dtype] / wide.clamp(min=SMALLEST_AMAX)).to(torch.float32)

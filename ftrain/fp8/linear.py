@@ -236,8 +236,7 @@ class _Product(torch.autograd.Function):
     """One weight's three products. x and w take the gradients; codes, where there are any, are multiplied.
 
     Saved are x's codes for grad_weight (or x, where that is in high precision), and the weight's codes if it
-    came as codes, else the weight itself: that one is somebody's parameter and costs nothing to keep, its
-    codes would.
+    came as codes, else the weight itself: that one is somebody's parameter and costs nothing to keep, its codes would.
     """
 
     @staticmethod

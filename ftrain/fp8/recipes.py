@@ -1,15 +1,13 @@
 """The recipe algebra: what each of a linear layer's three products does, as small frozen values.
 
-A linear layer multiplies three times, and each product contracts one dimension (T tokens, K inputs, N
-outputs):
+A linear layer multiplies three times, and each product contracts one dimension (T tokens, K inputs, N outputs):
 
     output      (T, N) = x (T, K) . w (N, K)     over K
     grad_input  (T, K) = g (T, N) . w (N, K)     over N
     grad_weight (N, K) = g (T, N) . x (T, K)     over T
 
 A recipe gives every product either ``None`` (high precision) or a `Product` of two fp8 operands; one operand
-in fp8 and the other not cannot be written down. A new recipe is a new value of `Recipe`, here or in a user's
-TOML.
+in fp8 and the other not cannot be written down. A new recipe is a new value of `Recipe`, here or in a user's TOML.
 """
 
 from __future__ import annotations

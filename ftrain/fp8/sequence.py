@@ -1,7 +1,6 @@
 """What fp8 tensor parallelism moves along the sequence: codes as bytes, and one gradient back.
 
-A tensor here is a matrix of tokens, (B * S, C), whose sequence is split over a group: each rank holds (B *
-S/n, C).
+A tensor here is a matrix of tokens, (B * S, C), whose sequence is split over a group: each rank holds (B * S/n, C).
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ class Row:
 
     @property
     def numel(self) -> int:
+        """Elements of the whole parameter."""
         return prod(self.shape)
 
 

@@ -44,6 +44,7 @@ class PlannedMesh:
 
     @cached_property
     def coordinate(self) -> dict[str, int]:
+        """This rank's position on each axis."""
         return self.shape.coordinate(self.rank)
 
     @cached_property
