@@ -1,4 +1,4 @@
-"""Shared fixtures: `ranks` runs a function on several gloo ranks."""
+"""Shared fixtures: `ranks` runs a function on several gloo ranks; `tiny` is a recipe whose steps take milliseconds."""
 
 import os
 import socket
@@ -11,6 +11,9 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from tiny import write_tiny  # noqa: E402
+
+from ftrain import load_recipe  # noqa: E402
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -97,3 +100,10 @@ def ranks():
     yield run
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """`tiny("table.key=value", ...)`: the tiny recipe with overrides."""
+    path = write_tiny(tmp_path)
+    return lambda *overrides: load_recipe(path, overrides)

@@ -6,6 +6,7 @@ import torch
 
 from ftrain import checkpoint, load_recipe, tree
 from ftrain.launch import World
+from ftrain.metrics import read_lines
 from ftrain.trainer import train
 
 LAYOUTS = {
@@ -48,10 +49,14 @@ def as_bytes(leaf):
     return leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if torch.is_tensor(leaf) else leaf
 
 
-def without_times(lines: list[dict]) -> list[dict]:
-    return [
-        {k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")} for line in lines
-    ]
+def without_times(record: dict) -> dict:
+    """A step's record, or a run's summary, without what no two runs have alike."""
+    return {k: v for k, v in record.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")}
+
+
+def records(out) -> list[dict]:
+    """The records of a run's folder, without times."""
+    return [without_times(line) for line in read_lines(out / "metrics.jsonl")]
 
 
 def copy_start(source, target, step=3):

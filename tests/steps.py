@@ -1,8 +1,10 @@
 """Training steps of a tiny model on any layout, traced: what the fp8 tests compare."""
 
 import numpy as np
+import torch.distributed as dist
 
 from ftrain import Run, load_recipe, tree
+from ftrain.collectives import all_reduce_max
 from ftrain.launch import World
 from ftrain.parity import gradients
 from ftrain.sharding import full, to_local
@@ -94,6 +96,17 @@ def on(ranks, layout, fn, *overrides, **options):
     world, parallel = LAYOUTS[layout]
     args = (world, (*parallel, *overrides), *options.values())
     return [fn(0, *args)] if world == 1 else ranks(world, fn, *args)
+
+
+class CountedMax:
+    """all_reduce_max over the world, counting its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return all_reduce_max(x, dist.group.WORLD)
 
 
 def same(a, b):

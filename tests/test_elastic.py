@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import contents, on, run_train, without_times
+from runs import contents, on, records, run_train
 from tiny import write_tiny
 
 import ftrain
 from ftrain.checkpoint import complete
-from ftrain.metrics import read_lines
 
 # A command whose data fails once: the first rank that reads step 5 while the flag is missing sets it and dies.
 COMMAND = """
@@ -57,5 +56,5 @@ def test_a_restart_goes_on_from_the_last_checkpoint(ranks, tmp_path, how):
     names = ("straight", "out")
     a, b = (contents(tmp_path / name / "checkpoints" / "step-00000006") for name in names)
     assert a == b
-    lines = [without_times(read_lines(tmp_path / name / "metrics.jsonl")) for name in names]
+    lines = [records(tmp_path / name) for name in names]
     assert lines[0] == lines[1]

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from steps import CountedMax
 
-from ftrain.collectives import all_reduce_max
 from ftrain.fp8 import E4M3, E5M2, RECIPES, scale_from_amax
 from ftrain.fp8.delayed import LENGTH, Triple, init_state, scales, update
 
@@ -65,15 +64,6 @@ def test_update_changes_nothing_in_place():
 def test_other_paths_are_an_error():
     with pytest.raises(ValueError, match="layers.1.wq"):
         update(init_state(["layers.0.wq"]), {"layers.0.wq": triple(1), "layers.1.wq": triple(1)})
-
-
-class CountedMax:
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, x):
-        self.calls += 1
-        return all_reduce_max(x, dist.group.WORLD)
 
 
 def _update(rank: int):

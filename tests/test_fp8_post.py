@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from steps import CountedMax
 
-from ftrain.collectives import all_reduce_max
 from ftrain.fp8 import E4M3, RECIPES, amax, cast, make_post, parse, scale_from_amax
 from ftrain.fp8.post import weight_amaxes
 from ftrain.param import ONES, Param
@@ -63,17 +63,6 @@ def test_a_weight_that_is_not_finite_has_scale_nan(bad):
     weights["a"][3, 1] = bad
     found = derived(weights)
     assert found["a"][0].isnan() and found["b"][0].isfinite()
-
-
-class CountedMax:
-    """all_reduce_max over the world, counting its calls."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, x):
-        self.calls += 1
-        return all_reduce_max(x, dist.group.WORLD)
 
 
 def _scales_and_codes(rank: int, bad: bool):

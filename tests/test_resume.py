@@ -1,7 +1,7 @@
 """A run that goes on is the run that did not stop: bit for bit, in every layout and into any other."""
 
 import pytest
-from runs import LAYOUTS, as_bytes, contents, copy_start, on, run_train, without_times
+from runs import LAYOUTS, as_bytes, contents, copy_start, on, records, run_train
 from tiny import write_tiny
 
 from ftrain import Run, checkpoint, load_recipe, resume, tree
@@ -20,13 +20,6 @@ FP8 = {
 }
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    """`tiny("table.key=value", ...)`: the tiny recipe with overrides."""
-    path = write_tiny(tmp_path)
-    return lambda *overrides: load_recipe(path, overrides)
-
-
 # --- bit for bit ----------------------------------------------------------------------------------------
 
 
@@ -41,7 +34,7 @@ def test_a_run_that_goes_on_is_the_run_that_did_not_stop(ranks, tmp_path, layout
     assert a == b and {name.split(".")[0] for name in a} >= {"step", "params", "opt_state"}
     histories = [name for name in a if name.startswith("fp8_state.history")]
     assert len(histories) == (2 * 7 if recipe == "delayed" else 0)
-    lines = [without_times(read_lines(tmp_path / name / "metrics.jsonl")) for name in names]
+    lines = [records(tmp_path / name) for name in names]
     assert lines[0] == lines[1] and [line["step"] for line in lines[0]] == [1, 2, 3, 4, 5, 6]
 
 
@@ -169,7 +162,7 @@ def test_sequences_go_on_in_their_order_over_the_end_of_an_epoch(epochs, tmp_pat
     read.clear()
     train(recipe(), out=tmp_path / "killed", quiet=True)
     assert dict(read) == {step: straight[step] for step in range(4, 10)}
-    lines = [without_times(read_lines(tmp_path / name / "metrics.jsonl")) for name in ("straight", "stopped", "killed")]
+    lines = [records(tmp_path / name) for name in ("straight", "stopped", "killed")]
     assert lines[0] == lines[1] == lines[2]
     assert [(line["step"], line["tokens"]) for line in lines[2]] == [(step, 64 * step) for step in range(1, 10)]
 

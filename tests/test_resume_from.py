@@ -15,14 +15,6 @@ from ftrain.metrics import read_lines
 from ftrain.recipe import RecipeError
 from ftrain.trainer import train
 
-
-@pytest.fixture
-def tiny(tmp_path):
-    """`tiny("table.key=value", ...)`: the tiny recipe with overrides."""
-    path = write_tiny(tmp_path)
-    return lambda *overrides: load_recipe(path, overrides)
-
-
 # --- a checkpoint of another recipe ---------------------------------------------------------------------
 
 MISFITS = {

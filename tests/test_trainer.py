@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from tiny import write_tiny
+from runs import records, without_times
 
 from ftrain import Run, load_recipe
 from ftrain.checkpoint import complete
@@ -19,13 +19,6 @@ from ftrain.recipe import RecipeError
 from ftrain.resume import compare
 from ftrain.throughput import peak_flops
 from ftrain.trainer import RunFailed, train, training_steps, validate
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """`tiny("table.key=value", ...)`: the tiny recipe with overrides."""
-    path = write_tiny(tmp_path)
-    return lambda *overrides: load_recipe(path, overrides)
 
 
 def test_a_run_leaves_everything_that_is_promised(tiny, tmp_path, capsys):
@@ -67,16 +60,12 @@ def test_quiet_is_silent(tiny, capsys):
 def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tiny, tmp_path, mode):
     recipe = tiny(f"checkpoint.async_save={mode}")
     straight = train(recipe, out=tmp_path / "out", quiet=True)
-    before = [without_times(line) for line in read_lines(tmp_path / "out" / "metrics.jsonl")]
+    before = records(tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-00000006")
     again = train(recipe, out=tmp_path / "out", quiet=True)
-    after = [without_times(line) for line in read_lines(tmp_path / "out" / "metrics.jsonl")]
+    after = records(tmp_path / "out")
     assert after == before
     assert without_times(again) == without_times(straight)
-
-
-def without_times(record: dict) -> dict:
-    return {k: v for k, v in record.items() if k not in ("seconds", "tokens_per_second", "memory_bytes")}
 
 
 def test_a_finished_run_trains_no_more(tiny, tmp_path, capsys):
