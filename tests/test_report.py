@@ -1,5 +1,6 @@
 """inspect-sharding: what it says of layouts and collectives is what a run does; problems are all said at once."""
 
+import ast
 import json
 import math
 import subprocess
@@ -10,10 +11,11 @@ import pytest
 import steps
 from click.testing import CliRunner
 
+import ftrain
 from ftrain import tree
 from ftrain.cli import main
 from ftrain.recipe import RecipeError, shipped
-from ftrain.report import as_json, inspect, render
+from ftrain.report import as_json, inspect, rehearsal, render, traffic
 from ftrain.report.inspection import checked
 from ftrain.report.layout import split_of
 from ftrain.report.ledger import Ledger
@@ -126,6 +128,22 @@ def test_a_step_makes_the_calls_that_were_counted(ranks, layout, overrides):
         before = told.get(key, (0, 0))
         told[key] = before[0] + count, before[1] + rehearsal.sent[site]
     assert told == made
+
+
+def test_every_function_that_a_purpose_or_a_kind_is_read_off_is_there():
+    """They are named in strings: a function that is renamed would be taken for something else, in silence."""
+    root = Path(ftrain.__file__).parent
+    names = []
+    for file in root.rglob("*.py"):
+        tree_ = ast.parse(file.read_text())
+        functions = [tree_.body, *(node.body for node in tree_.body if isinstance(node, ast.ClassDef))]
+        prefixes = ["", *(f"{node.name}." for node in tree_.body if isinstance(node, ast.ClassDef))]
+        for prefix, body in zip(prefixes, functions, strict=True):
+            defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+            names += [f"{file.stem}.{prefix}{name}" for name in defined]
+    starts = [start for start, _ in (*rehearsal._KINDS, *traffic._PURPOSES)]
+    for start in (*starts, *traffic._BACKWARD, *traffic._FORWARD):
+        assert any(name.startswith(start) for name in names), start
 
 
 def test_bytes_in_a_ring_are_those_of_the_textbook():
