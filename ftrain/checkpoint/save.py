@@ -180,7 +180,10 @@ def _write(temporary: Path, planner: DefaultSavePlanner, plan: SavePlan, rank: i
 
     if not plan.items:
         return {}
-    return {key: (file, *place) for key, place in storage.write_chunks(temporary / file, pieces()).items()}
+    places = storage.write_chunks(temporary / file, pieces())
+    if rank:  # rank 0 syncs its own with all that it writes (_commit)
+        storage.sync(temporary / file)
+    return {key: (file, *place) for key, place in places.items()}
 
 
 def _commit(temporary: Path, planner: DefaultSavePlanner, plans: list, written: list, facts: dict, keep: int) -> Path:
@@ -201,7 +204,8 @@ def _commit(temporary: Path, planner: DefaultSavePlanner, plans: list, written: 
     files[storage.INDEX], crc = storage.write_text(temporary / storage.INDEX, text)
     manifest = folder.Manifest(facts["step"], files, crc, facts)
     storage.write_text(temporary / folder.MANIFEST, folder.encode_manifest(manifest))
-    storage.sync(temporary / storage.INDEX, temporary / folder.MANIFEST, temporary)
+    own = [temporary / name for name in files if name in (storage.INDEX, storage.data_file(0))]
+    storage.sync(*own, temporary / folder.MANIFEST, temporary)
     final = temporary.with_suffix("")
     folder.put_in_place(temporary, final)
     storage.sync(final.parent)

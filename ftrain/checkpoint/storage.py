@@ -55,7 +55,7 @@ def data_file(rank: int) -> str:
 
 
 def write_chunks(path: Path, chunks: Iterable[tuple[Any, torch.Tensor]]) -> dict[Any, tuple[int, int]]:
-    """Write (key, tensor) pairs into a new file, synced to disk. Returns key -> (start in bytes, crc32)."""
+    """Write (key, tensor) pairs into a new file, to be synced. Returns key -> (start in bytes, crc32)."""
     places, begun = {}, 0
     with open(path, "xb", buffering=1 << 20) as file:
         for key, tensor in chunks:
@@ -68,12 +68,10 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Any, torch.Tensor]]) -> dict
                 file.write(piece)
             places[key] = (start, crc)
             if file.tell() - begun >= BEGIN and hasattr(os, "posix_fadvise"):
-                # "Not needed in memory": the disk begins with these bytes while we prepare more, and the sync at
-                # the end finds most of its work done.
+                # "Not needed in memory": the disk begins with these bytes while we prepare more, and `sync` finds
+                # most of its work done.
                 os.posix_fadvise(file.fileno(), begun, file.tell() - begun, os.POSIX_FADV_DONTNEED)
                 begun = file.tell()
-        file.flush()
-        os.fsync(file.fileno())
     return places
 
 
