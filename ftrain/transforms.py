@@ -238,14 +238,17 @@ def add(total: Tree, grads: Tree) -> Tree:
     A buffer that two leaves share, as the gradient of both terms of a sum may be, or that is a number repeated, is
     left alone.
     """
-    places = Counter(_place(leaf) for leaf in tree.leaves(total))
-
-    def one(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        wide = a.to(torch.promote_types(a.dtype, torch.float32))
-        is_shared = wide is a and (places[_place(a)] > 1 or 0 in a.stride())
-        return wide + b if is_shared else wide.add_(b)
-
-    return tree.map(one, total, grads)
+    tree.check_same_structure(total, grads)
+    leaves, treedef = tree.flatten(total)
+    places = [_place(leaf) for leaf in leaves]
+    often = Counter(places)
+    wide = [leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves]
+    for i, leaf in enumerate(leaves):
+        if wide[i] is leaf and (often[places[i]] > 1 or 0 in leaf.stride()):
+            wide[i] = leaf.clone(memory_format=torch.contiguous_format)
+    if wide:
+        torch._foreach_add_(wide, tree.leaves(grads))
+    return tree.unflatten(treedef, wide)
 
 
 def _place(leaf: torch.Tensor) -> tuple[int, int]:
