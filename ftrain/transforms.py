@@ -1,6 +1,6 @@
 """Function transforms: linearize (run now, pull gradients back later), accumulate over micro-batches, jit.
 
-They compose with those of `torch.func`, and serve the train step and the layer fold below it.
+`torch.func` is the outermost transform of a train step; what is here serves the layer fold below it.
 """
 
 import shutil
@@ -172,15 +172,11 @@ def _saved_tensors_hooks_allowed():
 
 
 def grad_and_value(fn: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[..., tuple[Tree, tuple[torch.Tensor, Any]]]:
-    """`fn(tree, *args) -> (scalar, aux)` to `(tree, *args) -> (gradient tree, (scalar, aux))`, as torch.func's.
+    """`fn(tree, *args) -> (scalar, aux)` to `(tree, *args) -> (gradient tree, (scalar, aux))`, by torch.func.
 
     The tree is flattened by optree first: torch's own pytree keeps the order in which a dict was built, and takes
     None for a leaf. A gradient has the dtype that it was made in, such as bfloat16 for a float32 parameter used in
     bfloat16: converting it is a pass over memory that an optimizer that reads both dtypes has no use for.
-
-    Within another transform it is torch.func's. Outermost, where a step runs it, autograd gives the same bits: what
-    torch.func does for each leaf of each primitive takes a CPU as long as a small layer, and its backward keeps a
-    graph of its own for derivatives that nobody asks for.
     """
 
     def of(params: Tree, *args: Any) -> tuple[Tree, tuple[torch.Tensor, Any]]:
@@ -191,24 +187,8 @@ def grad_and_value(fn: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[...,
                 leaf.grad_dtype = None  # any
             return fn(tree.unflatten(treedef, list(leaves)), *args)
 
-        within = torch._C._are_functorch_transforms_active()
-        transform = torch.func.grad_and_value(flat, has_aux=True) if within else _by_autograd(flat)
-        grads, value = transform(tuple(leaves), *args)
+        grads, value = torch.func.grad_and_value(flat, has_aux=True)(tuple(leaves), *args)
         return tree.unflatten(treedef, list(grads)), value
-
-    return of
-
-
-def _by_autograd(fn: Callable) -> Callable:
-    """torch.func.grad_and_value(fn, has_aux=True) of a tuple of tensors, for the outermost transform."""
-
-    def of(leaves: tuple, *args: Any) -> tuple[tuple, tuple[torch.Tensor, Any]]:
-        leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
-        with torch.enable_grad():
-            value, aux = fn(leaves, *args)
-        used = value.requires_grad
-        grads = torch.autograd.grad(value, leaves, materialize_grads=True) if used else map(torch.zeros_like, leaves)
-        return tuple(grads), (value.detach(), tree.map(torch.Tensor.detach, aux))
 
     return of
 

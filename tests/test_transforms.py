@@ -82,29 +82,6 @@ def test_gradients_pair_with_parameters_by_name_in_any_order():
         assert value == 16 and aux.tolist() == [2.0, 2.0] and not aux.requires_grad
 
 
-def test_gradients_compose_with_the_transforms_of_torch_func():
-    w, x = torch.tensor([2.0, 3.0]), torch.tensor([5.0, 7.0])
-
-    def cubes(params, x):
-        return (params["w"] * x).pow(3).sum(), params["w"] + x
-
-    grads, (value, aux) = grad_and_value(cubes)({"w": w}, x)
-    assert torch.allclose(grads["w"], 3 * w**2 * x**3) and value == 1000 + 9261
-    assert not value.requires_grad and not aux.requires_grad and not w.requires_grad
-    of_the_gradient = torch.func.grad(lambda x: grad_and_value(cubes)({"w": w}, x)[0]["w"].sum())(x)
-    assert torch.allclose(of_the_gradient, 9 * w**2 * x**2)
-    each = torch.func.vmap(lambda x: grad_and_value(cubes)({"w": w}, x)[0]["w"])(torch.stack([x, 2 * x]))
-    assert torch.allclose(each[1], 8 * grads["w"])
-
-
-def test_what_a_loss_does_not_use_has_a_gradient_of_zero():
-    params = {"used": torch.ones(2), "unused": torch.ones(3)}
-    grads, _ = grad_and_value(lambda p: (p["used"].sum(), p["used"]))(params)
-    assert grads["used"].tolist() == [1.0, 1.0] and grads["unused"].tolist() == [0.0] * 3
-    grads, _ = grad_and_value(lambda p: (torch.zeros(()), torch.zeros(())))(params)
-    assert grads["used"].tolist() == [0.0, 0.0] and grads["unused"].tolist() == [0.0] * 3
-
-
 def test_accumulate_sums_in_the_first_gradients_buffers():
     batches = [{"g": torch.full((2,), float(i))} for i in range(4)]
     first = batches[0]["g"]
