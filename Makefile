@@ -21,7 +21,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/step_cpu.py
+	$(BIN)/python -m benchmarks.step_cpu
 	$(BIN)/python -m benchmarks.checkpoint
 
 clean:
