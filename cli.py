@@ -116,26 +116,37 @@ def validation_text(result: dict) -> str:
 )
 @click.option("--rank", type=click.IntRange(min=0), help="Give this rank's parts, bytes and memory.")
 @click.option("--group", default="*", metavar="GLOB", help="List only parameters whose path matches.")
+@click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser.")
 @json_option
-def inspect_sharding(recipe, overrides, world_size, rank, group, as_json):
+def inspect_sharding(recipe, overrides, world_size, rank, group, html, as_json):
     """Show how RECIPE lies on any number of ranks: parameters, collectives, memory. Needs none of them.
 
     \b
     ftrain inspect-sharding llama3-8b --world-size 64
     ftrain inspect-sharding llama3-70b --world-size 128 --group "layers.0.*" --json
+    ftrain inspect-sharding llama3-405b --world-size 16384 --html layout.html
     """
-    with speaking():
-        from ftrain import report
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(speaking())
+        from ftrain import page, report
         from ftrain.recipe import RecipeError
 
+        write = opened.enter_context(page.writing(html, "--html")) if html is not None else None
         try:
             found = report.inspect(recipe, overrides, world_size=world_size, rank=rank)
         except RecipeError as error:
+            if write:
+                write(report.problems_as_html(recipe, world_size, error.problems))
             if not as_json:
                 raise
             click.echo(json.dumps({"recipe": recipe, "world_size": world_size, "problems": error.problems}))
             sys.exit(2)
-        click.echo(json.dumps(report.as_json(found, group)) if as_json else report.render(found, group))
+        if write:
+            write(report.as_html(found, group))
+        if as_json:
+            click.echo(json.dumps(report.as_json(found, group)))
+        else:
+            click.echo(f"the report is in {html}" if write else report.render(found, group))
 
 
 def open_recipe(command: str, name: str, overrides: tuple[str, ...], world):

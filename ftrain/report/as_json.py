@@ -52,6 +52,7 @@ def as_json(inspection: Inspection, group: str = "*", fold: bool = False, exact_
         "problems": [],
         "parameters": [{"path": path, **_row(same[0]), "count": len(same)} for path, same in chosen],
         "totals": totals(rows),
+        "holdings": [dataclasses.asdict(holding) for holding in inspection.holdings],
         "collectives": collectives(inspection),
         "memory": {"parts": memory} | ({} if exact_only else {"peak": inspection.memory.peak}),
     }

@@ -8,6 +8,7 @@ from ftrain.fp8.use import starred
 from ftrain.launch import World
 from ftrain.recipe import Recipe, RecipeError, load_recipe, resolve_parallel
 from ftrain.report.depth import makes_of, rehearse_deep
+from ftrain.report.holdings import Holding, holdings
 from ftrain.report.layout import Row, layout
 from ftrain.report.memory import Memory, memory
 from ftrain.report.planned import PlannedMesh
@@ -34,7 +35,14 @@ class Inspection:
     high_precision: list[Line] | None
     fp8: list[Line] | None
     memory: Memory
+    holdings: list[Holding]
     notes: list[str]
+
+    def _repr_html_(self) -> str:
+        """The report as a notebook shows it: the page of `inspect-sharding --html`, in a frame."""
+        from ftrain.report.as_html import in_notebook  # which is made of inspections
+
+        return in_notebook(self)
 
 
 def inspect(
@@ -64,6 +72,7 @@ def inspect(
         high_precision=others if in_fp8 else mine,
         fp8=mine if in_fp8 else others,
         memory=memory(own, rows, alike),
+        holdings=holdings(run, own.per_element),
         notes=_notes(run, rows),
     )
 

@@ -70,5 +70,8 @@ def memory(rehearsal: Rehearsal, rows: list[Row], alike: bool = True) -> Memory:
         OTHER: rehearsal.most[OTHER],
     }
     exact = (PARAMETERS, GRADIENTS, OPTIMIZER, FP8_STATE, *((GATHERED,) if alike else ()))
+    for kind in WHAT:
+        if kind not in exact:  # at the peak of the forward, the layer that runs has activations that it will not keep
+            most[kind] = max(most[kind], peak[kind])
     parts = tuple(Part(WHAT[kind], most[kind], peak[kind], kind in exact) for kind in WHAT)
     return Memory(parts, peak.total())

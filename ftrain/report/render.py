@@ -132,7 +132,15 @@ def _memory(inspection: Inspection) -> str:
     ]
     rows.append(["all, at the peak", "", size(inspection.memory.peak), "estimate"])
     whose = inspection.rank or 0
-    return "\n".join([f"Memory of rank {whose}", *table([["", "at most", "at the peak", ""], *rows], left=(0, 3))])
+    lines = [f"Memory of rank {whose}", *table([["", "at most", "at the peak", ""], *rows], left=(0, 3))]
+    if len(inspection.holdings) > 1:
+        rows = [[f"{h.first} to {h.last}", str(h.ranks), size(h.total)] for h in inspection.holdings]
+        lines += [
+            "",
+            "Ranks do not store alike: parameters, gradients and optimizer state of each, by its place on shard",
+        ]
+        lines += table([["shard", "ranks", "stored"], *rows], left=(0,))
+    return "\n".join(lines)
 
 
 def table(rows: Iterable[list[str]], left: tuple[int, ...]) -> list[str]:
