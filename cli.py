@@ -47,21 +47,25 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 @nproc_option
 @click.option("--out", type=click.Path(file_okay=False), help="Folder for recipe, metrics, checkpoints and plot.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
-def train(recipe, overrides, nproc, out, quiet):
+@click.option("--profile", is_flag=True, help="Draw what one step does, and when, in DIR/timeline.html.")
+def train(recipe, overrides, nproc, out, quiet, profile):
     """Train RECIPE.
 
     \b
     ftrain train debug --out runs/debug
     ftrain train llama3-8b --nproc 8 --set train.steps=1000 --out runs/8b
+    ftrain train debug --nproc 2 --set train.steps=5 --profile --out runs/profile
     torchrun --nproc-per-node 8 -m ftrain.cli train llama3-8b --out runs/8b
     """
-    options = ["--out", out] * (out is not None) + ["--quiet"] * quiet
+    options = ["--out", out] * (out is not None) + ["--quiet"] * quiet + ["--profile"] * profile
     with speaking() as world:
         if start_ranks(world, nproc, "train", recipe, overrides, options):
             return
         from ftrain import trainer
 
-        trainer.train(open_recipe("train", recipe, overrides, world), out=out, quiet=quiet, world=world)
+        trainer.train(
+            open_recipe("train", recipe, overrides, world), out=out, quiet=quiet, profile=profile, world=world
+        )
 
 
 @main.command()

@@ -16,6 +16,7 @@ from ftrain.collectives import all_reduce_max
 from ftrain.fp8.use import Fp8
 from ftrain.fsdp import Gather, make_gather
 from ftrain.linear import Linear, make_linear
+from ftrain.marks import Mark, unmarked
 from ftrain.sharding import COMPUTE_RULES, STORED_RULES, Mesh, Rule, plan
 from ftrain.transforms import jit
 
@@ -37,6 +38,7 @@ class Execution:
     fp8: Fp8 = Fp8()
     watch: Callable[[Linear], Linear] | None = None  # around the products, to see what passes through (parity.py)
     rules: tuple[tuple[Rule, ...], tuple[Rule, ...]] = (COMPUTE_RULES, STORED_RULES)
+    mark: Mark = unmarked  # names the phases of each layer, for a profile (marks.py)
 
     def plans(self, abstract: Any) -> Any:
         """The layout of every parameter (sharding.Plan). Raises ShardingError for a layout that cannot work."""
@@ -60,6 +62,7 @@ class Execution:
             fp8=self.fp8.wire if products else lambda path: (None, False),
             cast=self._cast,
             power_of_two=operand is not None and operand.power_of_two,
+            mark=self.mark,
         )
 
     def post(self, abstract: Any) -> tuple[Callable, ...]:

@@ -16,6 +16,7 @@ import torch
 
 from ftrain import tree
 from ftrain.fsdp import Gather
+from ftrain.marks import BACKWARD, FORWARD
 from ftrain.transforms import add, linearize
 from ftrain.tree import Tree
 
@@ -90,11 +91,12 @@ class _Run:
         for i in range(n):
             weights = arriving.wait()
             arriving = self.gathers[i + 1].start(layers[i + 1]) if i + 1 < n else None
-            if with_residuals and i >= n - self.keep:
-                y, residual = linearize(self.block, weights, x, *self.consts, keep=self.gathers[i].weights_live_on)
-            else:
-                with torch.no_grad():
-                    y, residual = self.block(weights, x, *self.consts), x
+            with self.gathers[i].during(FORWARD):
+                if with_residuals and i >= n - self.keep:
+                    y, residual = linearize(self.block, weights, x, *self.consts, keep=self.gathers[i].weights_live_on)
+                else:
+                    with torch.no_grad():
+                        y, residual = self.block(weights, x, *self.consts), x
             if with_residuals:
                 self.tape.append((residual, weights if self.gathers[i].keep else None))
             x = y
@@ -108,9 +110,10 @@ class _Run:
             weights = arriving()
             arriving = self._arriving(i - 1)
             residual, _ = self.tape.pop()
-            if isinstance(residual, torch.Tensor):
-                _, residual = linearize(self.block, weights, residual, *self.consts, keep=True)
-            d_weights, grad = residual(weights, grad)
+            with self.gathers[i].during(BACKWARD):
+                if isinstance(residual, torch.Tensor):
+                    _, residual = linearize(self.block, weights, residual, *self.consts, keep=True)
+                d_weights, grad = residual(weights, grad)
             del weights, residual
             grads[i] = self.gathers[i].scatter(d_weights)
             if i + 1 < n:
@@ -187,8 +190,10 @@ class _SumOverChunks(torch.autograd.Function):
         weights = call.gather.start(layer).wait()
         total, d_weights, d_xs = None, None, []
         for x, const in zip(xs, consts, strict=True):
-            loss, pullback = linearize(call.fn, weights, x, *const, keep=True)
-            d_w, d_x = pullback(weights, torch.ones_like(loss))
+            with call.gather.during(FORWARD):
+                loss, pullback = linearize(call.fn, weights, x, *const, keep=True)
+            with call.gather.during(BACKWARD):
+                d_w, d_x = pullback(weights, torch.ones_like(loss))
             d_xs.append(d_x)
             total = loss if total is None else total + loss
             d_weights = _add(d_weights, d_w, call.gather.reduce_dtype) if call.n > 1 else d_w

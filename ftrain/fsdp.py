@@ -14,8 +14,11 @@ rank nothing is packed and nothing moves: a weight is its shard in the compute d
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +29,7 @@ from ftrain.collectives import Group, all_gather_into, all_reduce_max, reduce_sc
 from ftrain.fp8.formats import Scaled, amax, cast, scale_from_amax
 from ftrain.fp8.linear import scaled_weight
 from ftrain.fp8.state import Fp8Weight, WeightState, state_gradients
+from ftrain.marks import ARRIVE, GATHER, PACK, REDUCE, REPLICATE, SCATTER, SETTLE, Mark, unmarked
 from ftrain.sharding import Mesh, chunk, local_shape
 
 ALIGN = 16  # bytes; every parameter of a packed buffer starts at a multiple, whatever dtypes share it
@@ -83,6 +87,17 @@ class Gather:
     is_identity: bool = False  # nothing moves and nothing is cast: a weight is its shard
     cast: Callable = cast  # fp8.formats.cast, perhaps compiled
     power_of_two: bool = False  # whether scales that are made here are, as the fp8 recipe says
+    mark: Mark = unmarked  # names what runs, for a profile
+
+    @cached_property
+    def name(self) -> str:
+        """What the parameters' paths begin with, such as "layers.3", or all of them."""
+        paths = [wire.path for wire in self.wires]
+        return ".".join(commonprefix([path.split(".") for path in paths])) or ", ".join(paths)
+
+    def during(self, phase: str) -> AbstractContextManager:
+        """What runs inside is this phase of this layer, to a profile."""
+        return self.mark(phase, self.name)
 
     @property
     def weights_live_on(self) -> bool:
@@ -99,6 +114,10 @@ class Gather:
 
     def start(self, layer: Layer) -> "Arriving":
         """Start gathering `layer`. Pure but for the collective: the shards are read, never changed."""
+        with self.during(PACK if self.group is None else GATHER):
+            return self._start(layer)
+
+    def _start(self, layer: Layer) -> "Arriving":
         shards = tree.leaves(layer.params)
         states = [None] * len(shards) if layer.fp8 is None else self.treedef.flatten_up_to(layer.fp8)
         scales = self._scales(shards, states)
@@ -138,6 +157,10 @@ class Gather:
 
     def scatter(self, grads: Any) -> "InFlight":
         """Start reducing the gradients of the weights to gradients of the shards. `grads`: the weights' structure."""
+        with self.during(PACK if self.group is None else SCATTER):
+            return self._scatter(grads)
+
+    def _scatter(self, grads: Any) -> "InFlight":
         nodes = self.treedef.flatten_up_to(grads)
         grads = [node.gradient if isinstance(node, Fp8Weight) else node for node in nodes]
         observed = [node.observed if isinstance(node, Fp8Weight) else None for node in nodes]
@@ -180,6 +203,10 @@ class Arriving:
     def wait(self) -> Any:
         """The whole weights of the layer on this rank, in the layer's structure: tensors in the compute dtype, and
         `Fp8Weight`s."""
+        with self.plan.during(ARRIVE):
+            return self._wait()
+
+    def _wait(self) -> Any:
         arrived = self.payloads if self.payloads is not None else self._unpacked()
         self.payloads = self.buffer = None
         weights = [
@@ -223,8 +250,12 @@ class InFlight:
 
     def start_replicate(self) -> "InFlight":
         """Wait for the reduce-scatter and start the all-reduce over `replicate`, if there is one."""
-        if self.over_replicas is not None:
-            return self
+        if self.over_replicas is None:
+            with self.plan.during(SETTLE):
+                self._start_replicate()
+        return self
+
+    def _start_replicate(self) -> None:
         if self.work is not None:
             self.work.wait()
             self.work = None  # it holds on to the buffers
@@ -232,12 +263,16 @@ class InFlight:
         self.buffers = self.buffers and (self.buffers[0], None)
         self.over_replicas = []
         if self.plan.replicate is not None:
-            self.over_replicas = [dist.all_reduce(t, group=self.plan.replicate, async_op=True) for t in mine]
-        return self
+            with self.plan.during(REPLICATE):
+                self.over_replicas = [dist.all_reduce(t, group=self.plan.replicate, async_op=True) for t in mine]
 
     def wait(self, layer: Layer) -> list[torch.Tensor | None]:
         """The gradients of `layer`'s leaves: those of this rank's shards, in `reduce_dtype`, summed over `shard` and
         `replicate`; None for what has no gradient."""
+        with self.plan.during(REDUCE):
+            return self._wait(layer)
+
+    def _wait(self, layer: Layer) -> list[torch.Tensor | None]:
         for work in self.start_replicate().over_replicas:
             work.wait()
         grads = self.reduced if self.buffers is None else self._unpacked(self.buffers[0])
@@ -270,6 +305,7 @@ def make_gather(
     fp8: Callable[[str], tuple[torch.dtype | None, bool]] = lambda path: (None, False),
     cast: Callable = cast,
     power_of_two: bool = False,
+    mark: Mark = unmarked,
 ) -> Gather:
     """The gather of layers shaped like `abstract` (a tree of Param), laid out by `plans` and named by `paths`.
 
@@ -277,6 +313,7 @@ def make_gather(
         changes nothing else, since the cast to the compute dtype then happens on arrival.
     fp8: path -> (the format that fp8 products take this weight in, or None; whether its codes travel).
     power_of_two: of the scales of codes that are made while gathering, since none were given.
+    mark: names what runs, for a profile.
     """
     wires, is_identity = [], mesh.group("shard") is None
     for param, plan, path in zip(*(tree.leaves(t) for t in (abstract, plans, paths)), strict=True):
@@ -287,7 +324,7 @@ def make_gather(
         is_identity = is_identity and format is None and param.dtype == compute_dtype
     _, treedef = tree.flatten(abstract)
     groups = (mesh.group("shard"), mesh.group("replicate"), mesh.world)
-    return Gather(tuple(wires), treedef, *groups, reduce_dtype, keep, is_identity, cast, power_of_two)
+    return Gather(tuple(wires), treedef, *groups, reduce_dtype, keep, is_identity, cast, power_of_two, mark)
 
 
 def _bytes(codes: torch.Tensor) -> torch.Tensor:

@@ -98,21 +98,30 @@ def save_loss_plot(metrics: Path, png: Path) -> None:
 
 
 @contextlib.contextmanager
-def tracing(steps: tuple[int, ...], out: Path | None, done: int) -> Iterator[Callable[[], None]]:
+def tracing(
+    steps: tuple[int, ...], out: Path | None, done: int, then: Callable[[Path], None]
+) -> Iterator[Callable[[], None]]:
     """A torch.profiler trace from the first to the last of `steps`, in out/trace.json: open it in Perfetto.
 
-    Call what it yields after each step; `done` steps were taken before. Without steps to come, or without
-    `out`, it does nothing.
+    Call what it yields after each step; `done` steps were taken before. `then` is called with the trace's path when it
+    is written. Without steps to come, or without `out`, it does nothing.
     """
     if not steps or out is None or max(steps) <= done:
         yield lambda: None
         return
     import torch.profiler
 
+    def write(profile: Any) -> None:
+        path = out / "trace.json"
+        profile.export_chrome_trace(str(path))
+        then(path)
+
     first = max(min(steps), done + 1)
+    before = first - done - 1
+    warm = min(before, 1)  # a step that is profiled and forgotten: the profiler's own start takes time
     with torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=first - done - 1, warmup=0, active=max(steps) - first + 1, repeat=1),
-        on_trace_ready=lambda profile: profile.export_chrome_trace(str(out / "trace.json")),
+        schedule=torch.profiler.schedule(wait=before - warm, warmup=warm, active=max(steps) - first + 1, repeat=1),
+        on_trace_ready=write,
     ) as profile:
         yield profile.step
 

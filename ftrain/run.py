@@ -17,6 +17,7 @@ from ftrain.data import open_data
 from ftrain.execution import Execution
 from ftrain.generate import generate
 from ftrain.launch import World
+from ftrain.marks import Mark, unmarked
 from ftrain.models import family
 from ftrain.nn import IGNORE
 from ftrain.param import Param
@@ -40,6 +41,7 @@ class Run:
         world: World | None = None,
         device: torch.device | str | None = None,
         mesh: Mesh | None = None,  # to run on, or to pretend to (report/planned.py); None: made from the recipe
+        mark: Mark = unmarked,  # names what runs, for a profile
     ):
         self.recipe = recipe
         self.world = world or World()
@@ -73,6 +75,7 @@ class Run:
             compile=compile,
             loss_chunks=recipe.train.loss_chunks,
             fp8=in_fp8,
+            mark=mark,
         )
         dtype = DTYPES[recipe.precision.params]
         self.abstract = tree.map(lambda p: Param(p.shape, p.axes, p.init, dtype), self.family.abstract(self.cfg))
@@ -91,6 +94,7 @@ class Run:
             micro_batches=self.micro_batches,
             donate=True,
             skip_nonfinite=recipe.train.on_nonfinite == "skip",
+            mark=mark,
         )
         self._evaluate = make_eval_step(self.model.loss, mesh=self.mesh)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ftrain import optim, tree
+from ftrain.marks import UPDATE, Mark, unmarked
 from ftrain.sharding import Mesh, Plan, like, to_local
 from ftrain.transforms import accumulate, add, grad_and_value, maximum
 from ftrain.tree import Tree
@@ -57,6 +58,7 @@ def make_train_step(
     micro_batches: int = 1,
     donate: bool = False,
     skip_nonfinite: bool = False,
+    mark: Mark = unmarked,
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict]]:
     """A pure `step(state, batch) -> (state, metrics)`.
 
@@ -68,6 +70,7 @@ def make_train_step(
     donate: reuse the buffers of the state passed in, as jax.jit's donate_argnums does. The parameters and moments of
         the old state then hold the new values: use only the state that comes out.
     skip_nonfinite: where the loss or the gradient's norm is not finite, on any rank, nothing but `step` changes.
+    mark: names what runs, for a profile (marks.py).
     metrics: loss (mean per token over all ranks), grad_norm (global, before clipping), tokens: 0-d tensors; lr: float.
         Where no token counts, the loss and the gradient are 0. With skip_nonfinite also skipped: bool; grad_norm is
         then NaN where the loss is not finite.
@@ -98,15 +101,16 @@ def make_train_step(
         scale = 1.0 / count.clamp(min=1)
         if skip_nonfinite:  # one number decides, the same on all ranks: a bad loss spoils the norm
             scale = torch.where(total.isfinite(), scale, torch.nan)
-        params, opt_state, stats = optim.step(
-            optimizer,
-            grads,
-            to_local(state.opt_state),
-            params,
-            scale=scale,
-            donate=donate,
-            skip_nonfinite=skip_nonfinite,
-        )
+        with mark(UPDATE, "optimizer"):
+            params, opt_state, stats = optim.step(
+                optimizer,
+                grads,
+                to_local(state.opt_state),
+                params,
+                scale=scale,
+                donate=donate,
+                skip_nonfinite=skip_nonfinite,
+            )
         metrics = {
             "loss": total / count.clamp(min=1),
             "grad_norm": stats["grad_norm"],
@@ -119,7 +123,8 @@ def make_train_step(
                 return state._replace(step=state.step + 1), metrics
         fp8_state = state.fp8_state and state.fp8_state._replace(observed=observed if tree.leaves(ports) else None)
         new = TrainState(state.step + 1, like(params, state.params), like(opt_state, state.opt_state), fp8_state)
-        return apply_post(new, post), metrics
+        with mark(UPDATE, "post"):
+            return apply_post(new, post), metrics
 
     return step
 

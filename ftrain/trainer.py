@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ftrain import resume
+from ftrain import resume, timeline
 from ftrain.checkpoint import CheckpointError
 from ftrain.data.sources import SYNTHETIC
 from ftrain.interrupt import stop_requests
 from ftrain.launch import World, is_lost_peer, process_group
+from ftrain.marks import marked, unmarked
 from ftrain.metrics import open_sinks, save_loss_plot, tracing
+from ftrain.page import writing
 from ftrain.progress import Progress, quantity
 from ftrain.recipe import Recipe, RecipeError, dump
 from ftrain.run import Run, default_device
@@ -27,6 +29,7 @@ from ftrain.step import TrainState
 from ftrain.throughput import Clock
 
 SAMPLE_TOKENS = 200
+PROFILED = 3  # the step that `profile` takes: the first ones set things up
 
 
 class RunFailed(RuntimeError):
@@ -49,19 +52,28 @@ class Stopped(RuntimeError):
 
 
 def train(
-    recipe: Recipe, *, out: Path | str | None = None, quiet: bool = False, world: World | None = None
+    recipe: Recipe,
+    *,
+    out: Path | str | None = None,
+    quiet: bool = False,
+    profile: bool = False,
+    world: World | None = None,
 ) -> dict[str, Any]:
     """Train a recipe to its end. Every rank calls it; rank 0 prints and writes.
 
     out: the folder for recipe.toml, metrics.jsonl, checkpoints/ and loss.png; None writes nothing.
+    profile: draw the third step of this run in out/timeline.html, if metrics.profile_steps does not say which.
     Returns step, tokens, loss and validation_loss (nats per token), perplexity, and sample (text, or None).
     Raises RecipeError or another ValueError for what cannot run, before the first step; RunFailed for a step
     that failed; Stopped after a SIGINT or SIGTERM, when the state has been saved.
     """
     world, out = world or World(), Path(out) if out is not None else None
+    if profile and out is None:
+        raise RecipeError(["--profile needs a folder to write to: give --out."])
+    profile = profile or bool(recipe.metrics.profile_steps)
     progress = Progress(recipe.train.steps, quiet=quiet or world.rank != 0)
     with process_group(world, default_device(world)), contextlib.closing(progress):
-        run = Run(recipe, world=world)
+        run = Run(recipe, world=world, mark=marked if profile and world.rank == 0 else unmarked)
         _ = run.data  # opened now: a mistake in it is found before any memory is taken
         announce(run, progress.say)
         start = resume.find(recipe, out, progress.say, world.restarts)
@@ -73,7 +85,8 @@ def train(
         if state.step >= recipe.train.steps:
             progress.say(f"nothing to train: {state.step} of train.steps={recipe.train.steps} steps are done")
         clock = Clock(run, tokens=meta.get("tokens", 0), skipped=meta.get("skipped", 0))
-        state, record = _loop(run, state, clock, out, progress)
+        profiled = profiled_steps(recipe, state.step, progress.say) if profile else ()
+        state, record = _loop(run, state, clock, out, progress, profiled)
         summary = {"step": state.step, "tokens": clock.tokens, "loss": None} | record
         if "validation_loss" not in summary:
             summary["validation_loss"] = held_out_loss(run, state)
@@ -110,8 +123,17 @@ def training_steps(run: Run, state: TrainState, steps: int | None = None) -> Ite
         yield state, metrics
 
 
+def profiled_steps(recipe: Recipe, done: int, say: Callable[[str], None]) -> tuple[int, ...]:
+    """The steps to profile, for a run that goes on after `done` steps; says so where none of them is to come."""
+    steps = recipe.metrics.profile_steps or (min(done + PROFILED, recipe.train.steps),)
+    if max(steps) <= done or min(steps) > recipe.train.steps:
+        say(f"no profile: of steps {min(steps)} to {max(steps)} none is to come; {done} are done")
+        return ()
+    return steps
+
+
 def _loop(
-    run: Run, state: TrainState, clock: Clock, out: Path | None, progress: Progress
+    run: Run, state: TrainState, clock: Clock, out: Path | None, progress: Progress, profiled: tuple[int, ...]
 ) -> tuple[TrainState, dict[str, Any]]:
     """All steps, with what happens between them. Returns the last state and the last step's record."""
     recipe, record = run.recipe, {}
@@ -120,6 +142,11 @@ def _loop(
     lag = 1 if run.device.type == "cuda" else 0
     waiting: deque[tuple[int, dict]] = deque()
     step, doing = state.step, f"in step {state.step + 1}"
+
+    def show(trace: Path, done: int = state.step) -> None:
+        save_timeline(run, trace, done, progress.say)
+        clock.restart()
+
     try:
         with contextlib.ExitStack() as opened:
             writes = run.world.rank == 0
@@ -128,7 +155,7 @@ def _loop(
                 opened.callback(sink.close)
             save = opened.enter_context(saver(run, out))
             asked_to_stop = opened.enter_context(stop_requests(run.world.world_size))
-            tick = opened.enter_context(tracing(recipe.metrics.profile_steps, out if writes else None, step))
+            tick = opened.enter_context(tracing(profiled, out if writes else None, step, show))
             steps = training_steps(run, state)
             for state, metrics in steps:
                 step, doing = state.step, f"after step {state.step}"
@@ -163,6 +190,14 @@ def _loop(
         what = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
         raise RunFailed(f"{doing}: {what}{error}") from error
     return state, record
+
+
+def save_timeline(run: Run, trace: Path, done: int, say: Callable[[str], None]) -> None:
+    """Draw the last step of a trace beside it, in timeline.html, and say its numbers."""
+    found, file = timeline.read(trace, done), trace.with_name("timeline.html")
+    with writing(file, "--out") as write:
+        write(timeline.as_html(found, run.recipe.model.preset or run.recipe.model.family, run.world.world_size))
+    say(f"{timeline.text(found)}\n  the picture is {file}; {trace.name} beside it is for ui.perfetto.dev")
 
 
 def _finish(

@@ -196,7 +196,7 @@ class Metrics:
     tensorboard: bool = key(False, "write TensorBoard events (needs the tensorboard package)")
     wandb: bool = key(False, "log to Weights & Biases (needs the wandb package)")
     profile_steps: tuple[int, ...] = key(
-        (), "a profiler trace is written, from the first of these steps to the last", low=1
+        (), "profile from the first of these steps to the last: trace.json, and timeline.html of the last", low=1
     )
 
 
