@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from ftrain.report.inspection import checked
 from ftrain.report.layout import split_of
 from ftrain.report.ledger import Ledger
 from ftrain.report.rehearsal import rehearse
+from ftrain.report.render import table
 from ftrain.report.traffic import moved
 from ftrain.sharding import MeshShape, Spec, local_shape, to_local
 
@@ -228,17 +230,42 @@ def test_json_has_every_parameter_and_text_folds_layers():
     assert found["mesh"] == {"shard": 3} and found["problems"] == []
     assert found["totals"]["parameters"] == found["model"]["parameters"] == 3287296
     one = CliRunner().invoke(main, ["inspect-sharding", "debug", "--group", "layers.*.wk"])
-    assert "layers.0-3.wk" in one.stdout and "wq" not in one.stdout and "one rank" in one.stdout
+    assert re.search(r"layers.0-3, each\n +wk +128 x 256 ", one.stdout)
+    assert "wq" not in one.stdout and "one rank" in one.stdout
+
+
+def test_a_group_that_matches_nothing_is_an_error():
+    for form in ([], ["--json"]):
+        result = CliRunner().invoke(main, ["inspect-sharding", "debug", "--group", "layers.9.*", *form])
+        assert result.exit_code == 2
+        assert "--group 'layers.9.*' matches no parameter; there are embedding, layers.*." in result.output
 
 
 def test_a_table_for_people():
     overrides = ("model.vocab_size=290", "fp8.recipe=tensorwise", "fp8.skip=[]", "parallel.tensor=2")
     text = render(inspect("debug", overrides, world_size=4))
     assert "tensor 2 x shard 2" in text and "replicate" not in text.partition("Memory")[0]
-    assert "73x256 to 72x256" in text and "uneven" in text
-    assert "padded to 160x256" in text
+    assert re.search(r"^uneven +embedding, output: 73x256 to 72x256$", text, re.M)
+    assert re.search(r"^  output +290:ts x 256 +73x256 +292.0 KiB +18.2 KiB e4m3$", text, re.M)
+    assert "fp8 pads output from (145, 256) on a rank to (160, 256)" in " ".join(text.split())
     assert "grad_input = g . w: g e5m2 tensor, w e4m3 tensor" in text
-    assert "EMPTY on 1 of 4" in render(inspect("debug", steps.BASE, world_size=4))
+    assert text.count("\n  over tensor\n") == 1
+    assert re.search(r"^EMPTY [^:]*: on 1 of 4$", render(inspect("debug", steps.BASE, world_size=4)), re.M)
+
+
+@pytest.mark.parametrize("name", ["llama3-405b", "llama3.2-1b"])
+def test_it_fits_a_terminal(name):
+    overrides = ("parallel.tensor=8", "parallel.replicate=2", "data.global_batch_size=2048", "fp8.recipe=tensorwise")
+    text = render(inspect(name, overrides, world_size=16384, rank=12345))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "r, t, s" not in text and "t, s: split over tensor, shard" in " ".join(text.split())
+
+
+def test_a_table_that_is_too_wide_gives_long_names_a_line_of_their_own():
+    lines = table([["name", "a", "b"], ["x" * 50, "1" * 20, "22"], ["short", "", "3" * 30]], left=(0,))
+    assert max(map(len, lines)) <= 80
+    assert lines[1] == "  " + "x" * 50 and lines[2].split() == ["1" * 20, "22"]
+    assert lines[3].split() == ["short", "3" * 30]
 
 
 # --- the size of it -------------------------------------------------------------------------------------------------

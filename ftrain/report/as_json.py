@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import Any
 
 from ftrain import fp8
 from ftrain.fp8.use import starred
-from ftrain.report.inspection import Inspection
+from ftrain.report.inspection import Inspection, matching
 from ftrain.report.layout import Row
 from ftrain.report.traffic import Line
 
@@ -16,12 +15,12 @@ def as_json(inspection: Inspection, group: str = "*", fold: bool = False, exact_
     """Everything that is known, as dicts, lists, strings and numbers. Bytes are those of one rank.
 
     group: a glob over paths, the parameters to list; totals are of all. fold: list identical layers once, as
-    "layers.0-31.wq". exact_only: leave out estimates of memory, which differ between versions of torch.
+    "layers.0-31.wq". exact_only: leave out estimates of memory, which differ between versions of torch. Raises
+    RecipeError for a group that matches nothing.
     """
     run, rows = inspection.run, inspection.rows
-    chosen = [(row.path, [row]) for row in rows if fnmatchcase(row.path, group)]
-    if fold:
-        chosen = folded([row for _, (row,) in chosen])
+    found = matching(rows, group)
+    chosen = folded(found) if fold else [(row.path, [row]) for row in found]
     memory = [dataclasses.asdict(part) for part in inspection.memory.parts if part.exact or not exact_only]
     if exact_only:
         memory = [{"what": part["what"], "most": part["most"]} for part in memory]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from os import PathLike
 
 from ftrain.fp8.use import starred
@@ -75,6 +76,15 @@ def inspect(
         holdings=holdings(run, own.per_element),
         notes=_notes(run, rows),
     )
+
+
+def matching(rows: Sequence[Row], group: str) -> list[Row]:
+    """The rows whose path matches the glob. Raises RecipeError where none does."""
+    found = [row for row in rows if fnmatchcase(row.path, group)]
+    if not found:
+        there = ", ".join(dict.fromkeys(starred(row.path) for row in rows))
+        raise RecipeError([f"--group {group!r} matches no parameter; there are {there}."])
+    return found
 
 
 def checked(

@@ -1,16 +1,23 @@
-"""An inspection as text for a terminal."""
+"""An inspection as text for a terminal of 80 columns."""
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Sequence
+from textwrap import wrap
 
 from ftrain import fp8
 from ftrain.report.as_json import collectives, folded, totals
-from ftrain.report.inspection import Inspection
+from ftrain.report.inspection import Inspection, matching
 from ftrain.report.layout import Row
+
+COLUMNS = 80
+MARGIN = 11  # of what is said beside a word, such as "model"
+HIGH, FP8 = "high_precision", "fp8"
 
 
 def render(inspection: Inspection, group: str = "*") -> str:
-    """Header, parameters (those whose path matches `group`; identical layers in one line), collectives, memory."""
+    """Header, parameters (those whose path matches `group`; identical layers in one line), collectives, memory.
+
+    Raises RecipeError for a group that matches nothing.
+    """
     parts = [_header(inspection), _parameters(inspection, group), _collectives(inspection), _memory(inspection)]
     return "\n\n".join(parts)
 
@@ -49,52 +56,74 @@ def _header(inspection: Inspection) -> str:
     says = fp8.describe(scheme) if scheme.is_fp8 else [scheme.name]
     lines += [("" if i else "fp8", line) for i, line in enumerate(says)]
     lines += [("note", note) for note in inspection.notes]
-    return "\n".join(f"{what:10} {text}" for what, text in lines)
+    return "\n".join(line for what, text in lines for line in beside(what, text))
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
 
 
 def _parameters(inspection: Inspection, group: str) -> str:
-    head = ["parameter", "dtype", "shape", "split by", "local", "", "stored", "gradient", "optimizer", "sent", "fp8"]
-    rows = [
-        [path, row.dtype, shape(row.shape), _split(row), *_local(inspection, row), *_bytes(row), _fp8(row)]
-        for path, (row, *_) in folded([row for row in inspection.rows if fnmatchcase(row.path, group)])
-    ]
-    rules = dict.fromkeys(rule for row in inspection.rows for rule in row.rules)
-    all_of = totals(inspection.rows)
-    names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "wire_bytes")
-    rows.append(["all", "", "", "", "", "", *(size(all_of[name]) for name in names), ""])
+    rows = folded(matching(inspection.rows, group))
+    dtypes = dict.fromkeys(row.dtype for _, (row, *_) in rows)
+    axes = [axis for axis in inspection.run.mesh_shape.axes if any(axis in str(row.stored) for _, (row, *_) in rows)]
+    split = [f"{', '.join(axis[0] for axis in axes)}: split over {', '.join(axes)}"] if axes else []
     whose = "rank 0, which holds the most" if inspection.rank is None else f"rank {inspection.rank}"
-    return "\n".join(
-        [
-            f"Parameters; bytes are those of {whose}, for each of the layers in a line"
-            + (f"; rules: {', '.join(rules)}" if rules else ""),
-            *table([head, *rows], left=(0, 1, 2, 3, 4, 5, 10)),
-        ]
+    title = (
+        f"Parameters in {' and '.join(dtypes)}; the part is that of {whose}; held: with gradient and optimizer state"
     )
+    table_rows, before = [["parameter", "shape", "part", "held", "sent"]], ""
+    for path, (row, *others) in rows:
+        prefix, name = _in_layer(path)
+        if prefix != before and prefix:
+            table_rows.append([f"{prefix}, each" if others else prefix, "", "", "", ""])
+        before = prefix
+        held = size(row.parameter_bytes + row.gradient_bytes + row.optimizer_bytes)
+        sent = f"{size(row.wire_bytes)} {short(row.wire_dtype)}" if row.wire_bytes else "-"
+        table_rows.append([f"  {name}" if prefix else name, _split_shape(row), shape(row.local), held, sent])
+    all_of = totals(inspection.rows)
+    names = {"stored": "parameter_bytes", "gradients": "gradient_bytes", "optimizer": "optimizer_bytes"}
+    sums = ", ".join(
+        f"{what} {size(all_of[name])}" for what, name in {**names, "sent in a gather": "wire_bytes"}.items()
+    )
+    lines = [*wrap("; ".join([title, *split]), COLUMNS), *table(table_rows, left=(0, 1, 2))]
+    lines += [line for what, text in [("all", sums), *_remarks(inspection, rows)] for line in beside(what, text)]
+    return "\n".join(lines)
 
 
-def _split(row: Row) -> str:
-    return "-" if row.pieces == 1 else str(row.stored)
+def _in_layer(path: str) -> tuple[str, str]:
+    """("layers.0-31", "wq") of "layers.0-31.wq"; ("", path) of what lies in no layer."""
+    parts = path.split(".")
+    end = next((i + 1 for i, part in enumerate(parts[:-1]) if part[0].isdigit()), 0)
+    return ".".join(parts[:end]), ".".join(parts[end:])
 
 
-def _local(inspection: Inspection, row: Row) -> tuple[str, str]:
-    if inspection.rank is not None:
-        return shape(row.local), row.split
-    if row.split == "EMPTY":
-        return shape(row.largest), f"EMPTY on {row.pieces - row.holders} of {row.pieces}"
-    if row.split == "uneven":
-        return f"{shape(row.largest)} to {shape(row.smallest)}", row.split
-    return shape(row.largest), row.split
+def _split_shape(row: Row) -> str:
+    """The shape with the first letters of the axes that split each dim: "128256:ts x 16384"."""
+    dims = zip(row.shape, row.stored.dims, strict=True)
+    return " x ".join(f"{n}:{''.join(axis[0] for axis in axes)}" if axes else str(n) for n, axes in dims)
 
 
-def _bytes(row: Row) -> list[str]:
-    sent = f"{size(row.wire_bytes)} {short(row.wire_dtype)}" if row.wire_bytes else "-"
-    return [size(row.parameter_bytes), size(row.gradient_bytes), size(row.optimizer_bytes), sent]
+def _remarks(inspection: Inspection, rows: list[tuple[str, list[Row]]]) -> list[tuple[str, str]]:
+    """What is not so of all parameters: a word, and the parameters that it is said of."""
+    in_fp8 = inspection.run.execution.fp8.recipe.is_fp8
+    said: dict[str, Callable[[Row], str | None]] = {
+        "uneven": lambda row: f"{shape(row.largest)} to {shape(row.smallest)}" if row.split == "uneven" else None,
+        "EMPTY": lambda row: f"on {row.pieces - row.holders} of {row.pieces}" if row.split == "EMPTY" else None,
+        "not fp8": lambda row: row.not_fp8 if in_fp8 else None,
+    }
+    remarks = []
+    for what, of in said.items():
+        together: dict[str, list[str]] = {}
+        for path, (row, *_) in rows:
+            if (text := of(row)) is not None:
+                together.setdefault(text, []).append(path)
+        if together:
+            remarks.append((what, "; ".join(f"{', '.join(paths)}: {text}" for text, paths in together.items())))
+    rules = dict.fromkeys(rule for _, (row, *_) in rows for rule in row.rules)
+    return [*remarks, *([("rules", ", ".join(rules))] if rules else [])]
 
 
-def _fp8(row: Row) -> str:
-    if row.not_fp8 is not None:
-        return f"no: {row.not_fp8}"
-    return "yes" if row.fp8_shape is None else f"yes, padded to {shape(row.fp8_shape)}"
+# --- collectives and memory -----------------------------------------------------------------------------------------
 
 
 def _collectives(inspection: Inspection) -> str:
@@ -102,27 +131,23 @@ def _collectives(inspection: Inspection) -> str:
     if not kinds:
         return "Collectives of a step: none, one rank has nobody to talk to"
     own = kinds[0]["recipe"]
-    compute = short(inspection.recipe.precision.compute)
-    star = {name: " *" if own == name else "" for name in ("high_precision", "fp8")}
-    head = ["for", "when", "operation", "over", "calls", f"bytes {compute}{star['high_precision']}"]
-    head += ["calls", f"bytes fp8{star['fp8']}"]
-    rows = [
-        [kind["purpose"], kind["phase"], kind["op"], kind["axis"]]
-        + [text for name in ("high_precision", "fp8") for text in _calls(kind[name])]
-        for kind in kinds
-    ]
-    sums = [sum(kind[name]["moved"] for kind in kinds if kind[name]) for name in ("high_precision", "fp8")]
-    rows.append(["all", "", "", "", "", size(sums[0]), "", size(sums[1])])
-    return "\n".join(
-        [
-            "Collectives of a step, on one rank; bytes are those it sends in a ring; * as the recipe says",
-            *table([head, *rows], left=(0, 1, 2, 3)),
-        ]
+    names = {HIGH: short(inspection.recipe.precision.compute), FP8: "fp8"}
+    rows, before = (
+        [["for", "when", "operation", "calls", *(name + "*" * (own == key) for key, name in names.items())]],
+        "",
     )
-
-
-def _calls(values: dict | None) -> tuple[str, str]:
-    return ("-", "-") if values is None else (str(values["count"]), size(values["moved"]))
+    axes = [kind["axis"] for kind in kinds]
+    for kind in sorted(kinds, key=lambda kind: axes.index(kind["axis"])):  # in their order, an axis at a time
+        if kind["axis"] != before:
+            before = kind["axis"]
+            rows.append([f"over {before}", *[""] * 5])
+        counts = dict.fromkeys(str(kind[name]["count"]) for name in names if kind[name])
+        moved = ["-" if kind[name] is None else size(kind[name]["moved"]) for name in names]
+        rows.append([f"  {kind['purpose']}", kind["phase"], kind["op"], "/".join(counts), *moved])
+    sums = [sum(kind[name]["moved"] for kind in kinds if kind[name]) for name in names]
+    rows.append(["all", "", "", "", *map(size, sums)])
+    title = "Collectives of a step, in bytes that one rank sends in a ring; * as the recipe says"
+    return "\n".join([*wrap(title, COLUMNS), *table(rows, left=(0, 1, 2))])
 
 
 def _memory(inspection: Inspection) -> str:
@@ -134,27 +159,41 @@ def _memory(inspection: Inspection) -> str:
     whose = inspection.rank or 0
     lines = [f"Memory of rank {whose}", *table([["", "at most", "at the peak", ""], *rows], left=(0, 3))]
     if len(inspection.holdings) > 1:
-        rows = [[f"{h.first} to {h.last}", str(h.ranks), size(h.total)] for h in inspection.holdings]
-        lines += [
-            "",
-            "Ranks do not store alike: parameters, gradients and optimizer state of each, by its place on shard",
-        ]
-        lines += table([["shard", "ranks", "stored"], *rows], left=(0,))
+        places = [f"{h.first} to {h.last}" if h.last > h.first else str(h.first) for h in inspection.holdings]
+        rows = [[at, str(h.ranks), size(h.total)] for at, h in zip(places, inspection.holdings, strict=True)]
+        lines += ["", "Ranks do not hold alike: parameters, gradients and optimizer state of each"]
+        lines += table([["place on shard", "ranks", "held"], *rows], left=(0,))
     return "\n".join(lines)
 
 
-def table(rows: Iterable[list[str]], left: tuple[int, ...]) -> list[str]:
-    """Rows of text in columns; those of `left` flush left, the others flush right."""
-    rows = list(rows)
+# --- layout of text -------------------------------------------------------------------------------------------------
+
+
+def table(rows: Iterable[Sequence[str]], left: tuple[int, ...]) -> list[str]:
+    """Rows of text in columns; those of `left` flush left, the others flush right.
+
+    Where that is wider than COLUMNS, first cells that are too long have a line of their own.
+    """
+    rows = [list(row) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            text.ljust(width) if i in left else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    gaps = 2 * (len(widths) - 1) + 2
+    widths[0] = min(widths[0], max(8, COLUMNS - gaps - sum(widths[1:])))
+    lines = []
+    for row in rows:
+        if len(row[0]) > widths[0]:
+            lines.append("  " + row[0])
+            row[0] = ""
+        if any(row):
+            cells = zip(row, widths, strict=True)
+            line = "  ".join(text.ljust(n) if i in left else text.rjust(n) for i, (text, n) in enumerate(cells))
+            lines.append("  " + line.rstrip())
+    return lines
+
+
+def beside(what: str, text: str) -> list[str]:
+    """A word, and beside it a text of as many lines as it needs."""
+    lines = wrap(text, COLUMNS - MARGIN, break_on_hyphens=False) or [""]
+    return [f"{'' if i else what:{MARGIN}}{line}".rstrip() for i, line in enumerate(lines)]
 
 
 def shape(sizes: tuple[int, ...]) -> str:
