@@ -1,6 +1,7 @@
 """The `ftrain` command: parse, call ftrain, print. Nothing heavy is imported until a command runs."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -8,48 +9,128 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from textwrap import wrap
 
 import click
 
-EXAMPLES = """
+ABOUT = """
 \b
-RECIPE is the path of a TOML file or the name of a shipped recipe, such as "debug".
-Exit codes: 0 fine, 1 the run failed, 2 the recipe or the usage is wrong; on one of several ranks 3: another was lost;
-130 or 143: stopped by SIGINT or SIGTERM, after a save.
+RECIPE is the path of a TOML file or the name of a shipped recipe:
+  {shipped}
+
+\b
+Exit codes:
+  0    fine
+  1    the run failed
+  2    the recipe or the usage is wrong
+  3    on one of several ranks: another rank was lost
+  130  stopped by SIGINT, after a save; 143: by SIGTERM
 """
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXAMPLES)
+class Group(click.Group):
+    """The command itself: its help says which recipes there are."""
+
+    def format_epilog(self, ctx, formatter):
+        from ftrain.recipe import shipped
+
+        self.epilog = ABOUT.format(shipped="\n  ".join(wrap(", ".join(shipped()), 76)))
+        super().format_epilog(ctx, formatter)
+
+
+class Command(click.Command):
+    """A command to which keys of the recipe are not options: one who tries is told how to give them."""
+
+    def parse_args(self, ctx, args):
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name.lstrip("-").replace("-", "_")
+            keys = [key for key in recipe_keys() if name in (key, key.partition(".")[2])]
+            if not keys:
+                raise
+            ways = " or ".join(f"--set {key}=VALUE" for key in keys)
+            raise click.UsageError(
+                f"No such option '{error.option_name}'. A key of the recipe: {ways}.", ctx
+            ) from error
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ftrain")
-def main():
-    """Train Llama-family language models, on one core or many GPUs, with fp8 where it pays."""
+@click.pass_context
+def main(ctx):
+    """Train Llama-family language models, on one core or many GPUs, with fp8 where it pays.
+
+    \b
+    A small model, in minutes on two cores, and its loss on held-out text:
+      ftrain train debug --out runs/debug
+      ftrain validate debug --checkpoint runs/debug
+    What a large run would do, without running it:
+      ftrain inspect-sharding llama3-8b --world-size 64
+    """
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        ctx.color = False
 
 
-recipe_argument = click.argument("recipe")
+def recipe_keys() -> dict[str, dataclasses.Field]:
+    """Every "table.key" of a recipe, and its declaration."""
+    from ftrain.recipe import TABLES
+
+    return {f"{table}.{field.name}": field for table, cls in TABLES.items() for field in dataclasses.fields(cls)}
+
+
+def complete_recipe(ctx, param, incomplete):
+    """For a shell: the shipped recipes that begin so, or files."""
+    from click.shell_completion import CompletionItem
+
+    from ftrain.recipe import shipped
+
+    names = [CompletionItem(name) for name in shipped() if name.startswith(incomplete)]
+    return names or [CompletionItem(incomplete, type="file")]
+
+
+def complete_set(ctx, param, incomplete):
+    """For a shell: the keys of a recipe, and the values of a key that has a few."""
+    key, equals, value = incomplete.partition("=")
+    keys = recipe_keys()
+    if not equals or key not in keys:
+        return [f"{name}=" for name in keys if name.startswith(key)]
+    choices = ("true", "false") if keys[key].type is bool else keys[key].metadata["choices"]
+    return [f"{key}={choice}" for choice in choices if choice.startswith(value)]
+
+
+recipe_argument = click.argument("recipe", shell_complete=complete_recipe)
 set_option = click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="TABLE.KEY=VALUE",
-    help="Override a key of the recipe. Repeatable.",
+    shell_complete=complete_set,
+    help="Override a key of the recipe, such as train.steps=100. Repeatable.",
 )
 nproc_option = click.option(
     "--nproc",
     type=click.IntRange(min=1),
-    help="Start this many ranks on this machine. Default: torchrun's, or 1.",
+    metavar="N",
+    help="Start N ranks on this machine. Default: as torchrun says, or 1.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-@main.command()
+@main.command(cls=Command, short_help="Train RECIPE, or go on where it was stopped.")
 @recipe_argument
 @set_option
 @nproc_option
-@click.option("--out", type=click.Path(file_okay=False), help="Folder for recipe, metrics, checkpoints and plot.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False),
+    metavar="DIR",
+    help="Write recipe, metrics, checkpoints and a plot there.",
+)
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--profile", is_flag=True, help="Draw what one step does, and when, in DIR/timeline.html.")
 def train(recipe, overrides, nproc, out, quiet, profile):
-    """Train RECIPE.
+    """Train RECIPE to its end. With --out DIR, the same command goes on where it was stopped.
 
     \b
     ftrain train debug --out runs/debug
@@ -61,18 +142,17 @@ def train(recipe, overrides, nproc, out, quiet, profile):
     with speaking() as world:
         if start_ranks(world, nproc, "train", recipe, overrides, options):
             return
-        from ftrain import trainer
+        opened = open_recipe("train", recipe, overrides, world)
+        from ftrain import trainer  # and with it torch, which a mistake in the recipe need not wait for
 
-        trainer.train(
-            open_recipe("train", recipe, overrides, world), out=out, quiet=quiet, profile=profile, world=world
-        )
+        trainer.train(opened, out=out, quiet=quiet, profile=profile, world=world)
 
 
-@main.command()
+@main.command(cls=Command, short_help="Loss on held-out text, or proof that RECIPE is right.")
 @recipe_argument
 @set_option
 @nproc_option
-@click.option("--checkpoint", type=click.Path(), help="A checkpoint, or a run's folder: its newest one.")
+@click.option("--checkpoint", type=click.Path(), metavar="DIR", help="A checkpoint, or a run's folder: its newest one.")
 @click.option("--parity", is_flag=True, help="Compare a batch's loss and gradients with a plain float32 reference.")
 @json_option
 def validate(recipe, overrides, nproc, checkpoint, parity, as_json):
@@ -80,6 +160,7 @@ def validate(recipe, overrides, nproc, checkpoint, parity, as_json):
 
     \b
     ftrain validate debug --checkpoint runs/debug
+    ftrain validate debug --checkpoint runs/debug --json
     ftrain validate debug --parity --nproc 2 --set fp8.recipe=tensorwise
     """
     options = ["--checkpoint", checkpoint] * (checkpoint is not None) + ["--parity"] * parity
@@ -87,14 +168,14 @@ def validate(recipe, overrides, nproc, checkpoint, parity, as_json):
     with speaking() as world:
         if start_ranks(world, nproc, "validate", recipe, overrides, options):
             return
+        opened = open_recipe("validate", recipe, overrides, world)
         from ftrain import parity as comparison
         from ftrain import trainer
 
-        opened = open_recipe("validate", recipe, overrides, world)
         if parity:
             result = comparison.parity(opened, checkpoint=checkpoint, world=world)
             if world.rank == 0:
-                click.echo(json.dumps(result) if as_json else comparison.text(result))
+                click.echo(json.dumps(result) if as_json else in_colour(comparison.text(result)))
             sys.exit(0 if result["passed"] else 1)
         result = trainer.validate(opened, checkpoint=checkpoint, world=world)
         if world.rank == 0:
@@ -104,21 +185,24 @@ def validate(recipe, overrides, nproc, checkpoint, parity, as_json):
 def validation_text(result: dict) -> str:
     """What `validate` prints without --json."""
     return (
-        f"held-out loss {result['loss']:.4f} nats per token, perplexity {result['perplexity']:.2f}, "
+        f"held-out loss {result['loss']:.4f} nats per token, perplexity {result['perplexity']:.2f}\n"
         f"over {result['tokens']} tokens, after {result['step']} steps "
         f"({result['checkpoint'] or 'initial values: no --checkpoint was given'})"
     )
 
 
-@main.command("inspect-sharding")
+@main.command("inspect-sharding", cls=Command, short_help="How RECIPE lies on any number of ranks.")
 @recipe_argument
 @set_option
 @click.option(
     "--world-size",
     type=click.IntRange(min=1),
-    help="Lay it out on so many ranks. Default: the fewest that [parallel] describes.",
+    metavar="N",
+    help="Lay it out on N ranks. Default: the fewest that [parallel] describes.",
 )
-@click.option("--rank", type=click.IntRange(min=0), help="Give this rank's parts, bytes and memory.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), metavar="N", help="Give rank N's parts, bytes and memory. Default: rank 0's."
+)
 @click.option("--group", default="*", metavar="GLOB", help="List only parameters whose path matches.")
 @click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser.")
 @json_option
@@ -127,15 +211,17 @@ def inspect_sharding(recipe, overrides, world_size, rank, group, html, as_json):
 
     \b
     ftrain inspect-sharding llama3-8b --world-size 64
-    ftrain inspect-sharding llama3-70b --world-size 128 --group "layers.0.*" --json
+    ftrain inspect-sharding llama3-70b --world-size 128 --group "*.w_up" --json
     ftrain inspect-sharding llama3-405b --world-size 16384 --html layout.html
     """
     with contextlib.ExitStack() as opened:
         opened.enter_context(speaking())
-        from ftrain import page, report
+        from ftrain.page import writing
+
+        write = opened.enter_context(writing(html, "--html")) if html is not None else None
+        from ftrain import report
         from ftrain.recipe import RecipeError
 
-        write = opened.enter_context(page.writing(html, "--html")) if html is not None else None
         try:
             found = report.inspect(recipe, overrides, world_size=world_size, rank=rank)
         except RecipeError as error:
@@ -151,6 +237,15 @@ def inspect_sharding(recipe, overrides, world_size, rank, group, html, as_json):
             click.echo(json.dumps(report.as_json(found, group)))
         else:
             click.echo(f"the report is in {html}" if write else report.render(found, group))
+
+
+def in_colour(text: str) -> str:
+    """A text of `parity` with its verdict in green or red; click leaves colours out where they are not wanted."""
+    first, newline, rest = text.partition("\n")
+    for word, colour in (("passed", "green"), ("FAILED", "red")):
+        if first.endswith(word):
+            first = first.removesuffix(word) + click.style(word, fg=colour, bold=True)
+    return first + newline + rest
 
 
 def open_recipe(command: str, name: str, overrides: tuple[str, ...], world):
@@ -204,7 +299,7 @@ def speaking():
         if unexpected:
             traceback.print_exception(unexpected)
         if message:
-            click.echo(f"ftrain: {who}{message}", err=True)
+            click.echo(click.style("ftrain:", fg="red", bold=True) + f" {who}{message}", err=True)
         sys.stdout.flush()
         if world.world_size > 1 and "torch" in sys.modules:
             os._exit(code)  # an orderly exit may wait for peers that are gone

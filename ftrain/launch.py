@@ -34,6 +34,7 @@ class World:
     """This process among all ranks, and its number among those of its machine.
 
     master: the address where rank 0 listens. restarts: how often torchrun has started these ranks again.
+    local_size: how many ranks are on this machine, as far as is known.
     """
 
     rank: int = 0
@@ -41,6 +42,7 @@ class World:
     local_rank: int = 0
     master: str = ""
     restarts: int = 0
+    local_size: int = 1
 
 
 def world_from_env(environ: Mapping[str, str]) -> World:
@@ -61,14 +63,14 @@ def world_from_env(environ: Mapping[str, str]) -> World:
         )
     numbers = {name: whole(environ, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     rank, world_size, local_rank = numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
-    local_size = whole(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else local_rank + 1
-    for name, value, limit in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, local_size)):
+    local_size = whole(environ, "LOCAL_WORLD_SIZE") if environ.get("LOCAL_WORLD_SIZE") else None
+    for name, value, limit in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, local_size or local_rank + 1)):
         if value >= limit:
             size = "WORLD_SIZE" if name == "RANK" else "LOCAL_WORLD_SIZE"
             raise LaunchError(f"{name}={value} with {size}={limit}: expected {name} between 0 and {limit - 1}.")
     master = f"{environ['MASTER_ADDR']}:{numbers['MASTER_PORT']}"
     restarts = whole(environ, RESTARTS) if environ.get(RESTARTS) else 0
-    return World(rank, world_size, local_rank, master, restarts)
+    return World(rank, world_size, local_rank, master, restarts, local_size or 1)
 
 
 def check_world(parallel: Parallel, world: World, command: str) -> str | None:
@@ -183,7 +185,7 @@ def port_taken(port: int) -> str:
     """The sentence for a MASTER_PORT on which rank 0 cannot listen."""
     return (
         f"MASTER_PORT={port} cannot be used on this machine: another program holds it, or it is no port at "
-        "all. Set another MASTER_PORT, or with --nproc none: a free one is then found."
+        "all. Set another one; with --nproc, unset MASTER_PORT and a free one is found."
     )
 
 

@@ -5,6 +5,7 @@ A sink takes one record a step, a dict of plain numbers, and knows nothing else 
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -12,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ftrain.recipe import Recipe, RecipeError
+from ftrain.recipe import Recipe
+
+SINKS = ("tensorboard", "wandb")  # besides metrics.jsonl; each is a package and an extra of its own
 
 
 class Sink(NamedTuple):
@@ -22,26 +25,27 @@ class Sink(NamedTuple):
     close: Callable[[], None]
 
 
+def sink_problems(recipe: Recipe, out: Path | None) -> list[str]:
+    """Why the sinks that a recipe asks for cannot be opened, a sentence each: no folder `out`, or no such package."""
+    asked = [name for name in SINKS if getattr(recipe.metrics, name)]
+    if out is None:
+        keys = [f"{name}=true" for name in asked]
+        keys += [f"profile_steps={list(recipe.metrics.profile_steps)}"] if recipe.metrics.profile_steps else []
+        return [f"metrics.{key} needs a folder to write to: give --out." for key in keys]
+    missing = [name for name in asked if importlib.util.find_spec(name) is None]
+    return [f"metrics.{name}=true needs {name}: pip install 'ftrain[{name}]'" for name in missing]
+
+
 def open_sinks(recipe: Recipe, out: Path | None, step: int) -> list[Sink]:
     """The sinks that a recipe asks for, in the folder `out`, for a run that goes on after `step` steps.
 
-    Raises RecipeError for one that needs a folder or a package that is not there.
+    None without `out`. `sink_problems` says beforehand what would not open.
     """
-    openers = {"tensorboard": _tensorboard, "wandb": _wandb}
-    extras = [name for name in openers if getattr(recipe.metrics, name)]
     if out is None:
-        asked = [f"{name}=true" for name in extras]
-        asked += [f"profile_steps={list(recipe.metrics.profile_steps)}"] if recipe.metrics.profile_steps else []
-        if asked:
-            raise RecipeError([f"metrics.{key} needs a folder to write to: give --out." for key in asked])
         return []
-    sinks = [jsonl(out / "metrics.jsonl", step)]
-    for name in extras:
-        try:
-            sinks.append(openers[name](recipe, out, step))
-        except ImportError as error:
-            raise RecipeError([f"metrics.{name}=true needs {name}: pip install 'ftrain[{name}]' ({error})"]) from error
-    return sinks
+    openers = {"tensorboard": _tensorboard, "wandb": _wandb}
+    asked = [name for name in SINKS if getattr(recipe.metrics, name)]
+    return [jsonl(out / "metrics.jsonl", step), *(openers[name](recipe, out, step) for name in asked)]
 
 
 def jsonl(path: Path, step: int) -> Sink:

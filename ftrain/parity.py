@@ -136,9 +136,9 @@ def text(result: dict[str, Any], rows: int = 10) -> str:
     ]
     if casts:
         lines += [
-            "casts of weights (w), inputs (x) and output gradients (g): shares saturated "
-            f"({bars['saturated']:.0%} allowed) and flushed to zero ({bars['flushed']:.0%}); the worst of "
-            f"{len(casts)}:",
+            "casts of weights (w), inputs (x) and output gradients (g): shares saturated",
+            f"({bars['saturated']:.0%} allowed) and flushed to zero ({bars['flushed']:.0%}); "
+            f"the worst of {len(casts)}:",
             *(f"  {c['saturated']:6.2%}  {c['flushed']:6.2%}  {c['tensor']} of {c['path']}" for c in casts[:rows]),
         ]
     return "\n".join(lines)

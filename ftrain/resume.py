@@ -16,6 +16,9 @@ DATA_KEYS = ("data", "train.seed")
 # Keys that may change between two starts without a word.
 FREE_KEYS = ("checkpoint", "metrics", "validation", "parallel", "train.micro_batch_size", "data.cache")
 
+STATE_TABLES = ("model.", "optimizer.", "precision.")  # where a change may change the state's shapes and dtypes
+WAYS_OUT = 'Put the old values back, or start anew with checkpoint.resume="never" and another --out.'
+
 
 def find(recipe: Recipe, out: Path | None, say: Callable[[str], None], restarts: int = 0) -> Path | None:
     """The checkpoint that `checkpoint.resume` means, or None to start from nothing. Collective.
@@ -95,14 +98,16 @@ def restore(run: Run, path: Path, like: TrainState, say: Callable[[str], None]) 
     """
     problems, changes = compare(checkpoint.read_meta(path).get("recipe"), run.recipe)
     if problems:
-        raise RecipeError(
-            [f"cannot resume from {path}: {problem}" for problem in problems]
-            + ['Put the old values back, or start anew with checkpoint.resume="never" and another --out.']
-        )
+        raise RecipeError([*(f"cannot resume from {path}: {problem}" for problem in problems), WAYS_OUT])
     for change in changes:
         say(f"changed since {path.name} was written: {change}")
     known, notes = _histories(path, stored(like))
-    state, meta = checkpoint.load(path, known, ignore=("fp8_state",))
+    try:
+        state, meta = checkpoint.load(path, known, ignore=("fp8_state",))
+    except checkpoint.CheckpointError as error:
+        if any(change.startswith(STATE_TABLES) for change in changes):
+            raise checkpoint.CheckpointError(f"{error}\n{WAYS_OUT}") from error
+        raise
     say(f"resumed from {path}, after step {state.step}")
     for note in notes:
         say(note)

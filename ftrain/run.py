@@ -17,12 +17,13 @@ from ftrain.data import open_data
 from ftrain.execution import Execution
 from ftrain.generate import generate
 from ftrain.launch import World
+from ftrain.machine import too_large
 from ftrain.marks import Mark, unmarked
 from ftrain.models import family
 from ftrain.nn import IGNORE
 from ftrain.param import Param
 from ftrain.recipe import Recipe, RecipeError, accumulation, check, model_config, resolve_parallel, tables
-from ftrain.sharding import Mesh, MeshShape, initialize, make_mesh, to_local
+from ftrain.sharding import Mesh, MeshShape, initialize, local_shape, make_mesh, to_local
 from ftrain.step import TrainState, init_state, make_eval_step, make_global_norm, make_train_step
 from ftrain.transforms import why_no_jit
 
@@ -104,9 +105,26 @@ class Run:
         return open_data(self.recipe.data, vocab_size=self.cfg.vocab_size, seed=self.recipe.train.seed)
 
     def init(self) -> TrainState:
-        """The state before the first step. The same full values on every mesh."""
+        """The state before the first step. The same full values on every mesh.
+
+        Raises RecipeError, before anything is allocated, where this machine cannot hold it.
+        """
+        if problem := too_large(self._state_bytes(), self.device, self.world.local_size):
+            raise RecipeError([problem])
         params = initialize(self.abstract, self.plans, self.mesh, self.recipe.train.seed)
         return init_state(params, self.optimizer, self.post)
+
+    def _state_bytes(self) -> int:
+        """Bytes of the parameters and the optimizer's state on rank 0, which holds the most."""
+        local = tree.map(
+            lambda param, plan: torch.empty(
+                local_shape(param.shape, plan.stored, self.mesh_shape, 0), dtype=param.dtype, device="meta"
+            ),
+            self.abstract,
+            self.plans,
+        )
+        leaves = tree.leaves((local, self.optimizer.init(local)))
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This rank's sequences of step `step` (from 0), on its device: int64 tensors (rows, seq_len)."""

@@ -8,6 +8,7 @@ This is the place for side effects: what is printed, written and saved by a run 
 
 import contextlib
 import math
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from ftrain.data.sources import SYNTHETIC
 from ftrain.interrupt import stop_requests
 from ftrain.launch import World, is_lost_peer, process_group
 from ftrain.marks import marked, unmarked
-from ftrain.metrics import open_sinks, save_loss_plot, tracing
+from ftrain.metrics import open_sinks, save_loss_plot, sink_problems, tracing
 from ftrain.page import writing
 from ftrain.progress import Progress, quantity
 from ftrain.recipe import Recipe, RecipeError, dump
@@ -68,8 +69,7 @@ def train(
     that failed; Stopped after a SIGINT or SIGTERM, when the state has been saved.
     """
     world, out = world or World(), Path(out) if out is not None else None
-    if profile and out is None:
-        raise RecipeError(["--profile needs a folder to write to: give --out."])
+    _check_places(recipe, out, profile, world)
     profile = profile or bool(recipe.metrics.profile_steps)
     progress = Progress(recipe.train.steps, quiet=quiet or world.rank != 0)
     with process_group(world, default_device(world)), contextlib.closing(progress):
@@ -121,6 +121,22 @@ def training_steps(run: Run, state: TrainState, steps: int | None = None) -> Ite
     while state.step < (run.recipe.train.steps if steps is None else steps):
         state, metrics = run.step(state, run.batch(state.step))
         yield state, metrics
+
+
+def _check_places(recipe: Recipe, out: Path | None, profile: bool, world: World) -> None:
+    """Raises RecipeError for what cannot be written, before any rank waits for another."""
+    problems = sink_problems(recipe, out)
+    if profile and out is None:
+        problems.append("--profile needs a folder to write to: give --out.")
+    if out and world.rank == 0:
+        there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+        try:
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            problems.append(f"--out {out}: cannot be written to ({error.strerror}).")
+    if problems:
+        raise RecipeError(problems)
 
 
 def profiled_steps(recipe: Recipe, done: int, say: Callable[[str], None]) -> tuple[int, ...]:
@@ -207,8 +223,8 @@ def _finish(
     loss = summary["validation_loss"]
     summary["perplexity"] = perplexity(loss)
     progress.say(
-        f"held-out loss {loss:.4f} nats per token, perplexity {summary['perplexity']:.2f}, "
-        f"after {state.step} steps and {quantity(summary['tokens'])} tokens"
+        f"held-out loss {loss:.4f} nats per token, perplexity {summary['perplexity']:.2f}; "
+        f"{state.step} steps, {quantity(summary['tokens'])} tokens"
     )
     summary["sample"] = sample(run, state)
     if summary["sample"] is not None:

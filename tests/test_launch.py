@@ -27,7 +27,8 @@ def test_a_plain_start_is_one_rank():
 
 
 def test_torchruns_variables():
-    assert world_from_env(FULL) == World(3, 8, 1, "host:29500")
+    assert world_from_env(FULL) == World(3, 8, 1, "host:29500", local_size=2)
+    assert world_from_env({**FULL, "LOCAL_WORLD_SIZE": ""}).local_size == 1  # not known
 
 
 @pytest.mark.parametrize("present", [["WORLD_SIZE"], ["RANK", "WORLD_SIZE"], ["LOCAL_RANK", "MASTER_PORT"]])

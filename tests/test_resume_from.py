@@ -37,6 +37,7 @@ def test_a_state_that_does_not_fit_is_named_and_counted(tiny, tmp_path, capsys, 
     message = str(error.value).replace("opt_state", "").replace("\n", " ")
     for pattern in MISFITS[change]:
         assert re.search(pattern, message), message
+    assert message.endswith(resume.WAYS_OUT)
     assert [step for step, _ in checkpoint.complete(tmp_path / "checkpoints")] == [3]
 
 

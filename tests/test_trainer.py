@@ -1,7 +1,6 @@
 """The loop: what it writes, how it goes on, how it fails."""
 
 import gc
-import io
 import json
 import math
 import shutil
@@ -14,7 +13,7 @@ from runs import records, without_times
 from ftrain import Run, load_recipe
 from ftrain.checkpoint import complete
 from ftrain.metrics import finite, jsonl, read_lines
-from ftrain.progress import Progress, duration, progress_line, quantity
+from ftrain.progress import Progress
 from ftrain.recipe import RecipeError
 from ftrain.resume import compare
 from ftrain.throughput import peak_flops
@@ -169,44 +168,6 @@ def test_memory_does_not_grow(tiny, tmp_path):
         patch.setattr("ftrain.trainer.Progress", Counting)
         train(tiny("train.steps=61", "validation.every=10", "checkpoint.every=0"), out=tmp_path, quiet=True)
     assert counts[0] == counts[1]
-
-
-RECORD = {
-    "step": 120,
-    "loss": 2.3456,
-    "lr": 3e-4,
-    "grad_norm": 123.456,
-    "tokens_per_second": 123456.0,
-    "mfu": 0.416,
-    "memory_bytes": 130 * 2**30,
-}
-
-
-def test_a_progress_line_fits_a_terminal():
-    line = progress_line(RECORD, 200, 7000)
-    assert line == "120/200 loss 2.346 lr 3.0e-04 grad 123 123k tok/s mfu 42% 130 GiB 1h56 left"
-    assert len(progress_line(RECORD | {"step": 12_345}, 20_000, 7000)) <= 80
-    short = progress_line({k: v for k, v in RECORD.items() if k != "mfu"}, 200, 7000)
-    assert short == "120/200  loss 2.346  lr 3.0e-04  grad 123  123k tok/s  130 GiB  1h56 left"
-
-
-def test_a_terminal_gets_one_line_that_is_updated():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    screen = Terminal()
-    progress = Progress(200, stream=screen)
-    for step in (1, 2, 3):
-        progress.update(RECORD | {"step": step}, None)
-    progress.say("done")
-    assert screen.getvalue().count("\n") == 1
-    assert screen.getvalue().rpartition("\r")[2] == "done\n"
-
-
-def test_quantities():
-    assert [quantity(n) for n in (0.5, 950, 12_345, 4_560_000, 8e9)] == ["0.5", "950", "12.3k", "4.56M", "8B"]
-    assert [duration(s) for s in (7, 750, 11_100)] == ["0:07", "12:30", "3h05"]
 
 
 def test_the_peak_of_known_devices():

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ftrain import tree
 from ftrain.checkpoint import agree, folder, storage
 
-SHOWN = 8  # names of one kind that an error lists
+SHOWN = 4  # names of one kind that an error lists
 
 
 def load(path: Path | str, like: Any, *, ignore: tuple[str, ...] = (), group: Any = None) -> tuple[Any, dict[str, Any]]:

@@ -35,8 +35,10 @@ def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise DataError(
-            f'data.tokenizer = "{spec.name}": expected "bytes", "bpe:SIZE" or a path, and cannot read {path}: {error}'
+            f'data.tokenizer = "{spec.name}": expected "bytes", "bpe:SIZE" or the path of a tokenizer.json, and '
+            f"{path} cannot be read ({why})"
         ) from error
     return tokenizer_from_json(text, spec, path.parent)
 

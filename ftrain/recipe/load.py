@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ftrain.recipe.checks import RecipeError, check, model_config
-from ftrain.recipe.strict import nearest, read_table, show, unknown_table
+from ftrain.recipe.strict import field_names, nearest, read_table, show, unknown_table
 from ftrain.recipe.tables import TABLES, Model, Recipe
 
 
@@ -108,7 +108,10 @@ def _override(raw: dict[str, Any], override: str) -> list[str]:
     path, equals, text = override.partition("=")
     names = [name.strip() for name in path.split(".")]
     if not equals or len(names) < 2 or not all(names):
-        return [f"--set {override}: expected table.key=value, such as train.steps=100."]
+        owners = [f"{table}.{names[0]}" for table, cls in TABLES.items() if names[0] in field_names(cls)]
+        meant = f"{' or '.join(owners)}={text.strip() or '...'}" if len(names) == 1 and owners else ""
+        hint = f" (did you mean {meant}?)" if meant else ", such as train.steps=100"
+        return [f"--set {override}: expected table.key=value{hint}."]
     here = raw
     for depth, name in enumerate(names[:-1]):
         here = here.setdefault(name, {})

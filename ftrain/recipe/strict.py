@@ -47,7 +47,7 @@ def read_table(cls: type, table: str, raw: dict[str, Any], tables: dict[str, typ
 
 def unknown_table(name: str, value: Any, tables: dict[str, type]) -> str:
     """The sentence for a top-level name that is no table: a misspelt table, or a key outside its table."""
-    owners = [f"[{table}]" for table, cls in tables.items() if name in _field_names(cls)]
+    owners = [f"[{table}]" for table, cls in tables.items() if name in field_names(cls)]
     if not isinstance(value, dict):
         hint = f"it belongs in {' or '.join(owners)}" if owners else f"the tables are {_listed(tables)}"
         return f"{name} = {show(value)}: a key outside any table; {hint}."
@@ -150,18 +150,18 @@ def _mismatch(value: Any, hint: Any, check: typing.Mapping[str, Any]) -> str:
 
 
 def _unknown_key(table: str, name: str, tables: dict[str, type]) -> str:
-    owners = [f"[{other}]" for other, cls in tables.items() if name in _field_names(cls)]
+    owners = [f"[{other}]" for other, cls in tables.items() if name in field_names(cls)]
     if owners:
         return f"there is no key {name} in [{table}]; it belongs in {' or '.join(owners)}"
-    here = nearest(name, _field_names(tables[table]), table + ".{}")
+    here = nearest(name, field_names(tables[table]), table + ".{}")
     if here:
         return f"there is no key {name} in [{table}] ({here})"
-    everywhere = {f"{other}.{field}": field for other, cls in tables.items() for field in _field_names(cls)}
+    everywhere = {f"{other}.{field}": field for other, cls in tables.items() for field in field_names(cls)}
     close = difflib.get_close_matches(name.lower(), list(everywhere.values()), n=1)
     paths = [path for path, field in everywhere.items() if close and field == close[0]]
     if paths:
         return f"there is no key {name} in [{table}] (did you mean {paths[0]}?)"
-    return f"there is no key {name} in [{table}]; its keys are {', '.join(_field_names(tables[table]))}"
+    return f"there is no key {name} in [{table}]; its keys are {', '.join(field_names(tables[table]))}"
 
 
 def _alternatives(hint: Any) -> list[Any]:
@@ -170,7 +170,8 @@ def _alternatives(hint: Any) -> list[Any]:
     return [kind for kind in typing.get_args(hint) if kind is not type(None)] if union else [hint]
 
 
-def _field_names(cls: type) -> list[str]:
+def field_names(cls: type) -> list[str]:
+    """The keys of a table."""
     return [field.name for field in dataclasses.fields(cls)]
 
 
