@@ -4,6 +4,7 @@ A plain start is one rank. torchrun, or anything that sets its environment varia
 `--nproc`, which is spawn.py.
 """
 
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -113,15 +114,25 @@ def init_process_group(
             )
         torch.cuda.set_device(device)
     store = _meet(world, rendezvous)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        # torchrun keeps its store over a restart: there the ranks that are gone have left their addresses.
-        store=dist.PrefixStore(f"ftrain {world.restarts} {world.world_size}", store),
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=timedelta(seconds=timeout),
-        device_id=device if cuda else None,
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            # torchrun keeps its store over a restart: there the ranks that are gone have left their addresses.
+            store=dist.PrefixStore(f"ftrain {world.restarts} {world.world_size}", store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device if cuda else None,
+        )
+    except RuntimeError as error:
+        name = str(error).rpartition("Unable to find address for: ")[2] if "gloo" in str(error) else ""
+        if not name or name == str(error):
+            raise
+        there = ", ".join(interface for _, interface in socket.if_nameindex())
+        raise LaunchError(
+            f"GLOO_SOCKET_IFNAME={name.strip()}: this machine has no network interface of that name with an address; "
+            f"it has {there}."
+        ) from error
 
 
 @contextmanager

@@ -9,12 +9,13 @@ This is the place for side effects: what is printed, written and saved by a run 
 import contextlib
 import math
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ftrain import resume, timeline
+from ftrain import checkpoint, resume, timeline
 from ftrain.checkpoint import CheckpointError
 from ftrain.data.sources import SYNTHETIC
 from ftrain.interrupt import stop_requests
@@ -79,6 +80,8 @@ def train(
         start = resume.find(recipe, out, progress.say, world.restarts)
         if out and world.rank == 0:
             write_recipe(recipe, out)
+        if out and world.world_size > 1:
+            _check_shared(recipe, out)
         state, meta = run.init(), {}
         if start:
             state, meta = resume.restore(run, start, state, progress.say)
@@ -137,6 +140,29 @@ def _check_places(recipe: Recipe, out: Path | None, profile: bool, world: World)
             problems.append(f"--out {out}: cannot be written to ({error.strerror}).")
     if problems:
         raise RecipeError(problems)
+
+
+def _check_shared(recipe: Recipe, out: Path, patience: float = 10.0) -> None:
+    """Raises RecipeError on every rank where one does not see what rank 0 has written: the first save would fail.
+
+    patience: seconds that a network's file system may take to show a new file. Collective.
+    """
+
+    def look() -> None:
+        path, deadline = out / "recipe.toml", time.monotonic() + patience
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if not path.exists():
+            raise CheckpointError("it does not see there what rank 0 has written")
+        if path.read_text() != dump(recipe):
+            raise CheckpointError("recipe.toml there is not rank 0's: another disk, or another recipe on this machine")
+
+    try:
+        checkpoint.each(f"share --out {out} among all ranks", look)
+    except CheckpointError as error:
+        if is_lost_peer(error):
+            raise
+        raise RecipeError([f"{error}. Give a folder on a disk that all machines share."]) from error
 
 
 def profiled_steps(recipe: Recipe, done: int, say: Callable[[str], None]) -> tuple[int, ...]:

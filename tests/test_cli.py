@@ -101,6 +101,12 @@ def test_nproc_and_torchrun_exclude_each_other(tiny):
     assert "use --nproc or torchrun, not both" in result.stderr
 
 
+def test_a_network_interface_that_is_not_there(tiny):
+    result = ftrain("train", tiny, "--nproc", "2", env={"GLOO_SOCKET_IFNAME": "none0"})
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "GLOO_SOCKET_IFNAME=none0: this machine has no network interface of that name" in result.stderr
+
+
 def test_two_ranks_give_the_numbers_of_one(tiny, tmp_path):
     two = ftrain("train", tiny, "--nproc", "2", "--out", str(tmp_path / "two"), "--set", "train.steps=3")
     assert two.returncode == 0, two.stderr

@@ -16,7 +16,7 @@ from forks import PATIENCE, forked, fresh_process, join, kill_at, wait_for
 from runs import contents
 from tiny import write_tiny
 
-from ftrain import Run, checkpoint, load_recipe
+from ftrain import Run, checkpoint, interrupt, load_recipe
 from ftrain.checkpoint import storage
 from ftrain.cli import explain
 from ftrain.launch import LOST_PEER, World
@@ -68,6 +68,14 @@ def kill(signum):
     os.kill(os.getpid(), signum)
 
 
+def two_signals(signum, apart):
+    """One in step 3, one in the save after it: as if they came long apart, or as soon as they do."""
+    if apart:
+        interrupt.SAME_SECONDS = 0.0
+    in_step(3, lambda: kill(signum))
+    in_write(3, lambda: kill(signum))
+
+
 def disk_is_full():
     resource.setrlimit(resource.RLIMIT_FSIZE, (8000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
@@ -85,14 +93,9 @@ FAULTS = {  # each changes the rank on which it happens
     "folder gone": lambda out: in_write(4, lambda: put_a_file_in_the_place_of(out / "checkpoints")),
     "SIGTERM": lambda out: in_step(3, lambda: kill(signal.SIGTERM)),
     "SIGINT": lambda out: in_step(3, lambda: kill(signal.SIGINT)),
-    "two SIGTERM": lambda out: (
-        in_step(3, lambda: kill(signal.SIGTERM)),
-        in_write(3, lambda: kill(signal.SIGTERM)),
-    ),
-    "two SIGINT": lambda out: (
-        in_step(3, lambda: kill(signal.SIGINT)),
-        in_write(3, lambda: kill(signal.SIGINT)),
-    ),
+    "two SIGTERM": lambda out: two_signals(signal.SIGTERM, apart=True),
+    "two SIGINT": lambda out: two_signals(signal.SIGINT, apart=True),
+    "SIGTERM that is passed on": lambda out: two_signals(signal.SIGTERM, apart=False),
     "slow save": lambda out: in_write(2, lambda: time.sleep(1)),
     "slow save, then reader": lambda out: (
         in_write(2, lambda: time.sleep(1)),
@@ -232,6 +235,14 @@ def test_a_second_signal_ends_at_once_and_costs_the_new_checkpoint_at_most(in_fr
     assert ends[rank][0] == (-signal.SIGTERM if name == "SIGTERM" else 128 + signal.SIGINT)
     assert ends[1 - rank][0] == LOST_PEER and ends[1 - rank][2] < 30
     assert kept(tmp_path / "out") == [2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_that_comes_twice_at_once_is_one(in_fresh_process, tmp_path, rank):
+    """As it does where all processes of a job are signalled, and one of them passes it on."""
+    ends = in_fresh_process(with_fault, tmp_path, {rank: "SIGTERM that is passed on"})
+    assert [code for code, *_ in ends] == [128 + signal.SIGTERM] * 2
+    assert kept(tmp_path / "out") == [2, 3]
 
 
 # --- at any moment ----------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ import sys
 import pytest
 import torch
 from runs import records, without_times
+from tiny import write_tiny
 
 from ftrain import Run, load_recipe
 from ftrain.checkpoint import complete
+from ftrain.launch import World
 from ftrain.metrics import finite, jsonl, read_lines
 from ftrain.progress import Progress
 from ftrain.recipe import RecipeError
@@ -115,6 +117,26 @@ def test_the_step_that_fails_is_named_and_nothing_is_saved_after_it(tiny, tmp_pa
         train(tiny(), out=tmp_path / "out", quiet=True)
     assert [line["step"] for line in read_lines(tmp_path / "out" / "metrics.jsonl")] == [1, 2, 3]
     assert [step for step, _ in complete(tmp_path / "out" / "checkpoints")] == [3]
+
+
+def train_apart(rank, path, folder, change=()):
+    """Two ranks whose --out is the same words and not the same folder, or whose recipes are not alike."""
+    recipe = load_recipe(path, change if rank else ())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ftrain.trainer._check_shared.__defaults__", (0.2,))
+        with pytest.raises(RecipeError) as error:
+            train(recipe, out=folder / ("out" if change else str(rank)), quiet=True, world=World(rank, 2))
+    return str(error.value)
+
+
+def test_a_folder_that_ranks_do_not_share_is_said_before_the_first_step(ranks, tmp_path):
+    path = write_tiny(tmp_path)
+    said = ranks(2, train_apart, path, tmp_path)
+    assert said[0].startswith(f"cannot share --out {tmp_path}/0 among all ranks: rank 1: it does not see there what")
+    assert "rank 1: it does not see there what rank 0 has written. Give a folder" in said[1]
+    said = ranks(2, train_apart, path, tmp_path, ("optimizer.lr=0.5",))
+    assert len(set(said)) == 1 and "rank 1: recipe.toml there is not rank 0's" in said[0]
+    assert not list(tmp_path.glob("*/checkpoints"))
 
 
 def test_numbers_that_are_none_end_the_run(tiny, tmp_path):

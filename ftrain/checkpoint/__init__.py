@@ -6,7 +6,7 @@ which piece; what lies on disk is JSON and raw bytes, never a pickle. docs/check
 disk and the guarantees.
 """
 
-from ftrain.checkpoint.agree import CheckpointError
+from ftrain.checkpoint.agree import CheckpointError, each
 from ftrain.checkpoint.agree import first as agreed
 from ftrain.checkpoint.folder import complete, fault, latest, newest, prune, read_meta
 from ftrain.checkpoint.load import load, schema
@@ -17,6 +17,7 @@ __all__ = [
     "PendingSave",
     "agreed",
     "complete",
+    "each",
     "fault",
     "latest",
     "load",
