@@ -18,7 +18,6 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 RENDEZVOUS_SECONDS = 45.0  # for all ranks to find each other
-COLLECTIVE_SECONDS = 600.0  # for one collective: long, as a peer may be compiling. Deaths are seen sooner.
 
 _LOST = ("closed by peer", "reset by peer", "broken pipe", "pair closure", "timed out", "connection refused")
 _LOST += ("remote process exited", "aborted", "socket")
@@ -93,12 +92,12 @@ def check_world(parallel: Parallel, world: World, command: str) -> str | None:
 
 
 def init_process_group(
-    world: World, device, timeout: float = COLLECTIVE_SECONDS, rendezvous: float = RENDEZVOUS_SECONDS
+    world: World, device, timeout: float = Parallel.timeout, rendezvous: float = RENDEZVOUS_SECONDS
 ) -> None:
     """Join the other ranks: NCCL on GPUs (and gloo beside it, for what lies in host memory), gloo elsewhere.
 
-    One rank needs no group, and none is made. timeout, rendezvous: seconds. Raises LaunchError, within
-    `rendezvous` seconds, when the port is taken or not all ranks come.
+    One rank needs no group, and none is made. timeout: seconds for one collective: long, as a peer may be compiling;
+    rendezvous: seconds for all to come. Raises LaunchError, within these, when the port is taken or not all come.
     """
     if world.world_size == 1:
         return
@@ -136,14 +135,14 @@ def init_process_group(
 
 
 @contextmanager
-def process_group(world: World, device) -> Iterator[None]:
+def process_group(world: World, device, timeout: float = Parallel.timeout) -> Iterator[None]:
     """`init_process_group` for the span of a `with`. A group that the caller has made is left alone."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         yield
         return
-    init_process_group(world, device)
+    init_process_group(world, device, timeout)
     yield
     # Not after an exception: leaving in good order may wait for a peer that is gone.
     if dist.is_initialized():

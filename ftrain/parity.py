@@ -59,7 +59,7 @@ def parity(recipe: Recipe, *, checkpoint: Path | str | None = None, world: World
     "x" or "g") and the shares saturated and flushed, the worst first; step, checkpoint.
     """
     world = world or World()
-    with process_group(world, default_device(world)):
+    with process_group(world, default_device(world), recipe.parallel.timeout):
         run = Run(recipe, world=world)
         state, path = resume.state_to_read(run, checkpoint)
         return compare(run, state) | {"step": state.step, "checkpoint": str(path) if path else None}

@@ -65,7 +65,7 @@ class Run:
         if compile and (why := why_no_jit(self.device)):
             compile = False
             self.notes.append(why)
-        self.mesh = mesh or make_mesh(self.mesh_shape, self.device)
+        self.mesh = mesh or make_mesh(self.mesh_shape, self.device, recipe.parallel.timeout)
         self.execution = Execution(
             mesh=self.mesh,
             compute_dtype=DTYPES[recipe.precision.compute],

@@ -11,6 +11,7 @@ first, `shard` within. Ranks are numbered so that tensor peers are neighbours al
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -102,9 +103,10 @@ class Mesh:
         return dist.group.WORLD if self.shape.size > 1 else None
 
 
-def make_mesh(shape: MeshShape, device: torch.device | str = "cpu") -> Mesh:
+def make_mesh(shape: MeshShape, device: torch.device | str = "cpu", timeout: float | None = None) -> Mesh:
     """The live mesh of `shape`. One rank needs no process group; more need `torch.distributed` initialised.
 
+    timeout: seconds for a collective along one axis; None: torch's default for groups, whatever the world's is.
     Raises ShardingError when the process group has another size than the mesh.
     """
     device = torch.device(device)
@@ -116,6 +118,9 @@ def make_mesh(shape: MeshShape, device: torch.device | str = "cpu") -> Mesh:
         raise ShardingError(f"{product} = {shape.size} ranks, but the world has {world}")
     sizes = [getattr(shape, axis) for axis in shape.axes]
     device_mesh = DeviceMesh(device.type, shape.ranks().reshape(sizes), mesh_dim_names=shape.axes)
+    for group in (device_mesh.get_group(axis) for axis in shape.axes):
+        if timeout is not None and group is not dist.group.WORLD:  # that one has its own
+            group.set_timeout(timedelta(seconds=timeout))
     return Mesh(shape, dist.get_rank(), device, device_mesh)
 
 

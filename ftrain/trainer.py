@@ -73,7 +73,7 @@ def train(
     _check_places(recipe, out, profile, world)
     profile = profile or bool(recipe.metrics.profile_steps)
     progress = Progress(recipe.train.steps, quiet=quiet or world.rank != 0)
-    with process_group(world, default_device(world)), contextlib.closing(progress):
+    with process_group(world, default_device(world), recipe.parallel.timeout), contextlib.closing(progress):
         run = Run(recipe, world=world, mark=marked if profile and world.rank == 0 else unmarked)
         _ = run.data  # opened now: a mistake in it is found before any memory is taken
         announce(run, progress.say)
@@ -102,7 +102,7 @@ def validate(recipe: Recipe, *, checkpoint: Path | str | None = None, world: Wor
     checkpoint: its folder, or that of a run, whose newest counts; None takes the recipe's initial values.
     """
     world = world or World()
-    with process_group(world, default_device(world)):
+    with process_group(world, default_device(world), recipe.parallel.timeout):
         run = Run(recipe, world=world)
         state, path = resume.state_to_read(run, checkpoint)
         total, tokens = run.evaluate(state)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ftrain import tree
+from ftrain.launch import is_lost_peer
 from ftrain.models import llama
 from ftrain.param import ONES, Param
 from ftrain.sharding import (
@@ -278,3 +279,22 @@ def test_on_one_rank_nothing_is_a_dtensor():
     params = initialize(DECLARED, plan(DECLARED, mesh.shape, (), STORED_RULES), mesh, 0)
     assert not any(isinstance(leaf, DTensor) for leaf in tree.leaves(params))
     assert to_local(params)["a"] is params["a"] is like(params, params)["a"] is full(params)["a"]
+
+
+# --- timeouts -------------------------------------------------------------------------------------------------------
+
+
+def wait_for_a_rank_that_hangs(rank):
+    mesh = make_mesh(MeshShape(replicate=2, shard=2), timeout=1.0)
+    outcome = "went on"
+    if rank != 3:
+        try:
+            dist.all_reduce(torch.ones(1), group=mesh.group("shard"))
+        except RuntimeError as error:
+            outcome = "lost a peer" if is_lost_peer(error) else str(error)
+    dist.barrier()  # the world's own patience is longer
+    return outcome
+
+
+def test_a_rank_that_hangs_is_noticed_along_every_axis_after_the_timeout(ranks):
+    assert ranks(4, wait_for_a_rank_that_hangs) == ["went on", "went on", "lost a peer", "went on"]

@@ -72,6 +72,12 @@ class Parallel:
     shard: int = key(-1, "ranks that share parameters, gradients and optimizer state (FSDP, ZeRO-3); -1: what is left")
     tensor: int = key(1, "ranks that split each layer's matrices and sequence (tensor and sequence parallel)")
     reshard_after_forward: bool = key(True, "drop gathered weights after the forward, gather again in the backward")
+    timeout: float = key(
+        600.0,
+        "seconds that a rank waits in one collective for ranks that hang; a rank that died is noticed sooner",
+        above=0,
+        high=86400,
+    )
 
     @property
     def degrees(self) -> dict[str, int]:
