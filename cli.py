@@ -75,8 +75,9 @@ def main(ctx):
 def recipe_keys() -> dict[str, dataclasses.Field]:
     """Every "table.key" of a recipe, and its declaration."""
     from ftrain.recipe import TABLES
+    from ftrain.recipe.strict import keys
 
-    return {f"{table}.{field.name}": field for table, cls in TABLES.items() for field in dataclasses.fields(cls)}
+    return {f"{table}.{name}": field for table, cls in TABLES.items() for name, field in keys(cls).items()}
 
 
 def complete_recipe(ctx, param, incomplete):

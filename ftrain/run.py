@@ -22,7 +22,7 @@ from ftrain.marks import Mark, unmarked
 from ftrain.models import family
 from ftrain.nn import IGNORE
 from ftrain.param import Param
-from ftrain.recipe import Recipe, RecipeError, accumulation, check, model_config, resolve_parallel, tables
+from ftrain.recipe import Recipe, RecipeError, accumulation, check, model_config, model_family, resolve_parallel, tables
 from ftrain.sharding import Mesh, MeshShape, initialize, local_shape, make_mesh, to_local
 from ftrain.step import TrainState, init_state, make_eval_step, make_global_norm, make_train_step
 from ftrain.transforms import why_no_jit
@@ -47,7 +47,7 @@ class Run:
         self.recipe = recipe
         self.world = world or World()
         self.device = torch.device(device) if device else default_device(self.world)
-        self.family = family(recipe.model.family)
+        self.family = family(model_family(recipe.model))
         self.cfg = model_config(recipe.model)
         if problems := check(recipe, self.world.world_size):
             raise RecipeError(problems)
@@ -176,14 +176,8 @@ class Run:
 
     @property
     def flops_per_token(self) -> float:
-        """Floating-point operations that the model needs for one token, forward and backward.
-
-        6 per parameter of a product, and 6 * layers * heads * head_dim * seq_len for causal attention, which needs
-        half of a full one's (PaLM, appendix B, counts the full one). Recomputation does not count.
-        """
-        cfg = self.cfg
-        products = self.n_params - (0 if cfg.tie_embeddings else cfg.vocab_size * cfg.dim)
-        return 6.0 * products + 6.0 * cfg.n_layers * cfg.n_heads * cfg.head_dim * self.recipe.data.seq_len
+        """Floating-point operations that the model needs for one token, forward and backward."""
+        return self.family.flops_per_token(self.cfg, self.recipe.data.seq_len)
 
     def _place(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}

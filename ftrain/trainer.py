@@ -24,7 +24,7 @@ from ftrain.marks import marked, unmarked
 from ftrain.metrics import open_sinks, save_loss_plot, sink_problems, tracing
 from ftrain.page import writing
 from ftrain.progress import Progress, quantity
-from ftrain.recipe import Recipe, RecipeError, dump
+from ftrain.recipe import Recipe, RecipeError, dump, model_family
 from ftrain.run import Run, default_device
 from ftrain.saving import saver
 from ftrain.step import TrainState
@@ -238,7 +238,7 @@ def save_timeline(run: Run, trace: Path, done: int, say: Callable[[str], None]) 
     """Draw the last step of a trace beside it, in timeline.html, and say its numbers."""
     found, file = timeline.read(trace, done), trace.with_name("timeline.html")
     with writing(file, "--out") as write:
-        write(timeline.as_html(found, run.recipe.model.preset or run.recipe.model.family, run.world.world_size))
+        write(timeline.as_html(found, run.recipe.model.preset or model_family(run.recipe.model), run.world.world_size))
     say(f"{timeline.text(found)}\n  the picture is {file}; {trace.name} beside it is for ui.perfetto.dev")
 
 

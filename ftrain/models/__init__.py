@@ -1,14 +1,25 @@
-"""Model families: one file each, with Config, PRESETS, abstract, product_weights and make_model."""
+"""Model families: one file each, and nothing outside it that knows of it. A family is a module of this folder with
 
+Config              frozen dataclass with at least vocab_size, dim, n_layers, n_heads, n_kv_heads, head_dim, ffn_dim
+                    and tie_embeddings. Its fields are the keys of [model]; one that tables.Model lacks is a key of
+                    this family alone (with `recipe.strict.key(default, "what it means", low=1)` its range is checked)
+PRESETS             dict of Config by name; no other family has the same name
+abstract            cfg -> the tree of Param; what lies under "layers" is a list, a dict for each layer
+product_weights     cfg -> globs over the parameters that are weights of products, which fp8 may run
+flops_per_token     cfg, seq_len -> floating-point operations that a token needs, forward and backward
+make_model          cfg, Execution -> loss and logits, as llama.Model has them
+
+Its checkpoints at Hugging Face are described by the file of the same name in ftrain/hf.
+"""
+
+import pkgutil
 from importlib import import_module
-from importlib.resources import files
 from types import ModuleType
 
 
 def families() -> list[str]:
-    """The names of all families: the files of this folder. Imports none of them, and so not torch."""
-    names = (file.name for file in files("ftrain.models").iterdir())
-    return sorted(name.removesuffix(".py") for name in names if name.endswith(".py") and name[0] != "_")
+    """The names of all families: the modules of this folder. Imports none of them, and so not torch."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name[0] != "_")
 
 
 def family(name: str) -> ModuleType:
@@ -16,3 +27,8 @@ def family(name: str) -> ModuleType:
     if name not in families():
         raise ValueError(f"model.family={name!r}: there is no file ftrain/models/{name}.py")
     return import_module(f"ftrain.models.{name}")
+
+
+def presets() -> dict[str, str]:
+    """The name of the family of every preset. Imports all families."""
+    return {preset: name for name in families() for preset in family(name).PRESETS}

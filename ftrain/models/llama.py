@@ -3,6 +3,7 @@
     abstract(cfg)            every parameter: shape, logical axes, initialiser
     block(weights, x, ...)   one layer
     make_model(cfg, ex)      loss and logits of the whole model, laid out by an Execution
+    decoder(cfg, ex, ...)    the same for any block between this embedding and this head
 
 Shapes: B batch, S sequence, D model dim, H heads, K heads of keys and values, E head dim, F hidden dim, V vocabulary.
 Weights of products are (out, in).
@@ -119,6 +120,17 @@ def product_weights(cfg: Config) -> tuple[str, ...]:
     return ("layers.*.w*", output_path(cfg))
 
 
+def flops_per_token(cfg: Config, seq_len: int) -> float:
+    """Floating-point operations that the model needs for one token, forward and backward.
+
+    6 per parameter of a product, and 6 * layers * heads * head_dim * seq_len for causal attention, which needs
+    half of a full one's (PaLM, appendix B, counts the full one). Recomputation does not count.
+    """
+    n_params = sum(param.numel for param in tree.leaves(abstract(cfg)))
+    products = n_params - (0 if cfg.tie_embeddings else cfg.vocab_size * cfg.dim)
+    return 6.0 * products + 6.0 * cfg.n_layers * cfg.n_heads * cfg.head_dim * seq_len
+
+
 def output_path(cfg: Config) -> str:
     """The path of the output matrix."""
     return "embedding" if cfg.tie_embeddings else "output"
@@ -210,9 +222,15 @@ def make_model(cfg: Config, execution: Execution | None = None) -> Model:
     Both are differentiable once in params, by torch.func or plain autograd. Raises ShardingError for a layout that
     cannot work.
     """
-    ex = execution or Execution()
+    return decoder(cfg, execution or Execution(), abstract(cfg), block)
+
+
+def decoder(cfg: Config, ex: Execution, declared: dict, block: Callable[..., torch.Tensor]) -> Model:
+    """The model of any block with this one's arguments, between this file's embedding and head: see `make_model`.
+
+    cfg: a Config, or one with the same fields and more; declared: its abstract tree.
+    """
     linear = ex.linear
-    declared = abstract(cfg)
     output = output_path(cfg)
     trees = declared, ex.plans(declared), tree.map_named(lambda path, _: path, declared)
     embed_gather = ex.gather(*({"embedding": t["embedding"]} for t in trees), products=False)

@@ -5,7 +5,7 @@ and meaning; `strict.py` reads TOML against such declarations; `checks.py` has w
 `load.py` goes from a file to a checked Recipe and back. A `RecipeError` has one sentence for each mistake.
 """
 
-from ftrain.recipe.checks import RecipeError, accumulation, check, model_config, resolve_parallel
+from ftrain.recipe.checks import RecipeError, accumulation, check, model_config, model_family, resolve_parallel
 from ftrain.recipe.load import dump, load_recipe, shipped
 from ftrain.recipe.tables import (
     TABLES,
@@ -43,6 +43,7 @@ __all__ = [
     "dump",
     "load_recipe",
     "model_config",
+    "model_family",
     "resolve_parallel",
     "shipped",
 ]

@@ -3,11 +3,12 @@
 import dataclasses
 import json
 import math
+import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from ftrain.models import families, family
-from ftrain.recipe.strict import nearest, show
+from ftrain.models import families, family, presets
+from ftrain.recipe.strict import key, keys, nearest, show
 from ftrain.recipe.tables import Model, Parallel, Recipe
 
 _ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -24,31 +25,45 @@ class RecipeError(ValueError):
         return "\n".join(self.problems)
 
 
+def model_family(model: Model) -> str:
+    """The name of the model's family: as the recipe says, or that of its preset, or llama."""
+    if model.family is not None:
+        return model.family
+    return "llama" if model.preset is None else presets().get(model.preset, "llama")
+
+
+def family_keys(table: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys of [model] that its family has alone, with type and check. `table`: as the recipe's file has it.
+
+    Imports the family's module (and so torch), but not for a table that has common keys only.
+    """
+    if table.keys() <= keys(Model).keys():
+        return {}
+    chosen = {name: table[name] for name in ("family", "preset") if isinstance(table.get(name), str)}
+    name = model_family(Model(**chosen))
+    if name not in families():
+        return {}
+    config, common = family(name).Config, keys(Model)
+    hints, anything = typing.get_type_hints(config), key(None, "").metadata
+    own = [field for field in dataclasses.fields(config) if field.name not in common]
+    return {field.name: (hints[field.name], anything | field.metadata) for field in own}
+
+
 def model_config(model: Model) -> Any:
     """The family's Config: the preset with the recipe's keys over it, or the keys alone.
 
     Imports the family's module (and so torch). Raises RecipeError.
     """
-    if model.family not in families():
-        close = nearest(model.family, families())
-        raise RecipeError(
-            [
-                f"model.family = {show(model.family)}: expected one of {_quoted(families())}"
-                + (f" ({close})." if close else ".")
-            ]
-        )
-    module = family(model.family)
-    given = {k: v for k, v in vars(model).items() if v is not None and k not in ("family", "preset")}
+    name = model_family(model)
+    if name not in families():
+        raise RecipeError([f"model.family = {show(name)}: {_one_of(name, families())}"])
+    module = family(name)
+    given = {k: v for k, v in vars(model).items() if v is not None and k not in ("family", "preset", "own")} | model.own
     known = {field.name: field for field in dataclasses.fields(module.Config)}
-    problems = [
-        f"model.{name}: the family {model.family} has no such dimension." for name in given if name not in known
-    ]
+    problems = [f"model.{key}: the family {name} has no such dimension." for key in given if key not in known]
     if model.preset is not None and model.preset not in module.PRESETS:
-        close = nearest(model.preset, module.PRESETS)
-        problems.append(
-            f"model.preset = {show(model.preset)}: expected one of {_quoted(module.PRESETS)}"
-            + (f" ({close})." if close else ".")
-        )
+        there = presets() if model.family is None else module.PRESETS
+        problems.append(f"model.preset = {show(model.preset)}: {_one_of(model.preset, there)}")
     if model.preset is None:
         if "n_heads" in given:
             given.setdefault("n_kv_heads", given["n_heads"])
@@ -205,7 +220,7 @@ def _fp8_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
         return
     from ftrain import fp8, tree
 
-    module, config = family(recipe.model.family), model_config(recipe.model)
+    module, config = family(model_family(recipe.model)), model_config(recipe.model)
     try:
         in_fp8 = fp8.use(recipe.fp8, module.product_weights(config))
     except ValueError as error:
@@ -238,6 +253,11 @@ def check(recipe: Recipe, world_size: int | None = None, bad: Collection[str] = 
         if not any(path == read or path.startswith(read + ".") for path in bad for read in reads):
             problems += find(recipe, world_size)
     return problems
+
+
+def _one_of(name: str, there: Iterable[str]) -> str:
+    close = nearest(name, there)
+    return f"expected one of {_quoted(there)}" + (f" ({close})." if close else ".")
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ftrain.recipe.checks import RecipeError, check, model_config
+from ftrain.models import presets
+from ftrain.recipe.checks import RecipeError, check, family_keys, model_config, model_family
 from ftrain.recipe.strict import field_names, nearest, read_table, show, unknown_table
 from ftrain.recipe.tables import TABLES, Model, Recipe
 
@@ -34,7 +35,10 @@ def load_recipe(
         elif not isinstance(table, dict):
             problems.append(f"{name} = {show(table)}: expected a table, [{name}].")
         else:
-            parts[name], sentences, wrong = read_table(TABLES[name], name, table, TABLES)
+            more = family_keys(table) if name == "model" else {}
+            values, sentences, wrong = read_table(TABLES[name], name, table, TABLES, more)
+            own = {key: values.pop(key) for key in more if key in values}
+            parts[name] = values | ({"own": own} if own else {})
             problems, bad = problems + sentences, bad | wrong
     recipe = Recipe(**{name: TABLES[name](**values) for name, values in parts.items()})
     if parts.get("fp8") and "recipe" not in raw["fp8"]:
@@ -51,10 +55,11 @@ def dump(recipe: Recipe) -> str:
     """The recipe as TOML, every key written, so that `load_recipe` of the text gives an equal recipe."""
     import tomli_w
 
-    tables = {
-        table: {name: value for name, value in dataclasses.asdict(part).items() if value is not None}
-        for table, part in ((name, getattr(recipe, name)) for name in TABLES)
-    }
+    tables = {}
+    for table in TABLES:
+        values = dataclasses.asdict(getattr(recipe, table))
+        values |= values.pop("own", {})
+        tables[table] = {name: value for name, value in values.items() if value is not None}
     return tomli_w.dumps({table: values for table, values in tables.items() if values})
 
 
@@ -140,6 +145,9 @@ def _late_defaults(recipe: Recipe, given: set[str]) -> Recipe:
     if "schedule.warmup_steps" not in given:
         warmup = min(recipe.schedule.warmup_steps, recipe.train.steps // 10)
         recipe = dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, warmup_steps=warmup))
+    model = recipe.model
+    if model.family is None and (model.preset is None or model.preset in presets()):
+        recipe = dataclasses.replace(recipe, model=dataclasses.replace(model, family=model_family(model)))
     late: dict[str, Any] = {}
     if recipe.fp8.recipe != "none":
         operand = _wire_operand(recipe.fp8.recipe)

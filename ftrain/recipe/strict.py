@@ -23,22 +23,29 @@ def key(default: Any, doc: str, *, choices=(), low=None, above=None, high=None, 
     return dataclasses.field(default=default, metadata=check)
 
 
-def read_table(cls: type, table: str, raw: dict[str, Any], tables: dict[str, type]) -> tuple[dict, list[str], set[str]]:
+def keys(cls: type) -> dict[str, dataclasses.Field]:
+    """The fields of a table that are keys of a recipe: those made by `key`."""
+    return {field.name: field for field in dataclasses.fields(cls) if "doc" in field.metadata}
+
+
+def read_table(
+    cls: type, table: str, raw: dict[str, Any], tables: dict[str, type], more: dict[str, tuple[Any, Any]] | None = None
+) -> tuple[dict, list[str], set[str]]:
     """Check `raw`, one TOML table, against the dataclass `cls`. `tables` are all of them, for "belongs in".
 
+    more: further keys that the table may have, with the type and the check (`key`'s metadata) of each.
     Returns the good values by field name, a sentence for each problem, and the full keys of the bad values.
     """
-    hints, declared = typing.get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    declared = {name: (hints[name], field.metadata) for name, field in keys(cls).items()} | (more or {})
     values, problems, bad = {}, [], set()
     for name, value in raw.items():
         if name not in declared:
-            problems.append(f"{table}.{name} = {show(value)}: {_unknown_key(table, name, tables)}.")
+            problems.append(f"{table}.{name} = {show(value)}: {_unknown_key(table, name, tables, list(declared))}.")
             continue
-        good = _fit(value, hints[name], declared[name].metadata)
+        good = _fit(value, *declared[name])
         if good is _WRONG:
-            problems.append(
-                f"{table}.{name} = {show(value)}: {_mismatch(value, hints[name], declared[name].metadata)}."
-            )
+            problems.append(f"{table}.{name} = {show(value)}: {_mismatch(value, *declared[name])}.")
             bad.add(f"{table}.{name}")
         else:
             values[name] = good
@@ -149,11 +156,11 @@ def _mismatch(value: Any, hint: Any, check: typing.Mapping[str, Any]) -> str:
     return sentence + f", got {'a list' if got is tuple else _NAMES.get(got, 'a ' + got.__name__)}"
 
 
-def _unknown_key(table: str, name: str, tables: dict[str, type]) -> str:
+def _unknown_key(table: str, name: str, tables: dict[str, type], declared: list[str]) -> str:
     owners = [f"[{other}]" for other, cls in tables.items() if name in field_names(cls)]
     if owners:
         return f"there is no key {name} in [{table}]; it belongs in {' or '.join(owners)}"
-    here = nearest(name, field_names(tables[table]), table + ".{}")
+    here = nearest(name, declared, table + ".{}")
     if here:
         return f"there is no key {name} in [{table}] ({here})"
     everywhere = {f"{other}.{field}": field for other, cls in tables.items() for field in field_names(cls)}
@@ -161,7 +168,7 @@ def _unknown_key(table: str, name: str, tables: dict[str, type]) -> str:
     paths = [path for path, field in everywhere.items() if close and field == close[0]]
     if paths:
         return f"there is no key {name} in [{table}] (did you mean {paths[0]}?)"
-    return f"there is no key {name} in [{table}]; its keys are {', '.join(field_names(tables[table]))}"
+    return f"there is no key {name} in [{table}]; its keys are {', '.join(declared)}"
 
 
 def _alternatives(hint: Any) -> list[Any]:
@@ -172,7 +179,7 @@ def _alternatives(hint: Any) -> list[Any]:
 
 def field_names(cls: type) -> list[str]:
     """The keys of a table."""
-    return [field.name for field in dataclasses.fields(cls)]
+    return list(keys(cls))
 
 
 def _listed(tables: typing.Iterable[str]) -> str:

@@ -14,7 +14,7 @@ FP8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed",
 class Model:
     """The model: a preset, or its dimensions, or a preset with some dimensions replaced."""
 
-    family: str = key("llama", "the module of ftrain.models that defines the model")
+    family: str | None = key(None, "the module of ftrain.models that defines the model; absent: the preset's, or llama")
     preset: str | None = key(None, "a named set of dimensions, such as llama3-8b; the keys below override it")
     vocab_size: int | None = key(None, "rows of the embedding; every token id is below it", low=1)
     dim: int | None = key(None, "width of the residual stream", low=1)
@@ -33,6 +33,7 @@ class Model:
         "original_max_position_embeddings}",
     )
     tie_embeddings: bool | None = key(None, "use the embedding as the output matrix too")
+    own: dict = dataclasses.field(default_factory=dict)  # the keys that this family has alone, and their values
 
 
 @dataclass(frozen=True)

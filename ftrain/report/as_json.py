@@ -6,6 +6,7 @@ from typing import Any
 
 from ftrain import fp8
 from ftrain.fp8.use import starred
+from ftrain.recipe import model_family
 from ftrain.report.inspection import Inspection, matching
 from ftrain.report.layout import Row
 from ftrain.report.traffic import Line
@@ -31,7 +32,7 @@ def as_json(inspection: Inspection, group: str = "*", fold: bool = False, exact_
         "mesh": {axis: getattr(mesh, axis) for axis in mesh.axes},
         "rank": inspection.rank or 0,
         "coordinate": {axis: at for axis, at in mesh.coordinate(inspection.rank or 0).items() if axis in mesh.axes},
-        "model": {"family": run.recipe.model.family, **dataclasses.asdict(run.cfg), "parameters": run.n_params},
+        "model": {"family": model_family(run.recipe.model), **dataclasses.asdict(run.cfg), "parameters": run.n_params},
         "batch": {
             "sequences": run.recipe.data.global_batch_size,
             "seq_len": run.recipe.data.seq_len,

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from ftrain.models import families
 from ftrain.report.planned import WORLD
 from ftrain.report.rehearsal import Rehearsal, Site
 from ftrain.sharding import AXES, MeshShape
@@ -22,7 +23,7 @@ _PURPOSES = (
 )
 ACTIVATIONS = "activations"
 _BACKWARD = ("fold._Run.backward", "transforms.Pullback", "fsdp.Gather.scatter", "fsdp.InFlight")
-_FORWARD = ("fold.", "llama.")
+_FORWARD = ("fold.", *(f"{name}." for name in families()))
 
 
 @dataclass(frozen=True)
