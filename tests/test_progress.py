@@ -2,6 +2,8 @@
 
 import io
 
+from ftrain import recipe
+from ftrain.data import open_data
 from ftrain.progress import Progress, duration, progress_line, quantity, size, tokenising_line
 
 RECORD = {
@@ -113,3 +115,13 @@ def test_a_log_has_about_twenty_lines_of_steps():
     for step in range(1, 1001):
         progress.update(RECORD | {"step": step}, None)
     assert log.getvalue().count("\n") == 21 and "\r" not in log.getvalue()
+
+
+def test_it_is_what_open_data_calls(tmp_path):
+    (tmp_path / "text.txt").write_text("some text. " * 1000)
+    watch, log = Watch(), io.StringIO()
+    progress = Progress(10, stream=log, clock=watch)
+    watch.now = 9.0
+    data = recipe.Data(source=str(tmp_path / "text.txt"), seq_len=16, cache="off")
+    open_data(data, vocab_size=272, seed=0, progress=progress.tokenising)
+    assert log.getvalue() == "tokenised 11 kB in 0:09\n"
