@@ -149,16 +149,18 @@ def _check_shared(recipe: Recipe, out: Path, patience: float = 10.0) -> None:
     """
 
     def look() -> None:
-        path, deadline = out / "recipe.toml", time.monotonic() + patience
-        while not path.exists() and time.monotonic() < deadline:
+        path, deadline, found = out / "recipe.toml", time.monotonic() + patience, None
+        while (found := path.read_text() if path.exists() else None) != text and time.monotonic() < deadline:
             time.sleep(0.1)
-        if not path.exists():
+        if found is None:
             raise CheckpointError("it does not see there what rank 0 has written")
-        if path.read_text() != dump(recipe):
+        if found != text:
             raise CheckpointError("recipe.toml there is not rank 0's: another disk, or another recipe on this machine")
 
+    text, doing = dump(recipe), f"share --out {out} among all ranks"
     try:
-        checkpoint.each(f"share --out {out} among all ranks", look)
+        checkpoint.agreed(doing, lambda: None)  # rank 0 has written
+        checkpoint.each(doing, look)
     except CheckpointError as error:
         if is_lost_peer(error):
             raise
