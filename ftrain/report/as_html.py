@@ -153,7 +153,7 @@ def _mesh(inspection: Inspection) -> str:
         says.append(f"A cell is {_span(bins['shard'][0])} ranks along shard.")
     if len(shown) < mesh.replicate:
         says.append(f"The {mesh.replicate} replicas hold the same; one is shown.")
-    says.append("Darker cells hold more.")
+    says.append("The stronger the colour, the more is stored.")
     return _section("mesh", f"Mesh: {axes}", f"<p>{escape(' '.join(says))}</p>" + "\n".join(blocks))
 
 
