@@ -192,6 +192,46 @@ def validation_text(result: dict) -> str:
     )
 
 
+@main.command("export-hf", cls=Command, short_help="A checkpoint as transformers reads it.")
+@recipe_argument
+@set_option
+@nproc_option
+@click.option(
+    "--checkpoint",
+    type=click.Path(),
+    metavar="DIR",
+    required=True,
+    help="A checkpoint, or a run's folder: its newest one.",
+)
+@click.option("--out", type=click.Path(file_okay=False), metavar="DIR", required=True, help="The folder to write.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the tensors. Default: as they were trained."
+)
+@json_option
+def export_hf(recipe, overrides, nproc, checkpoint, out, dtype, as_json):
+    """Write a checkpoint of RECIPE as a Hugging Face one: config.json, .safetensors, tokenizer.
+
+    \b
+    ftrain export-hf debug --checkpoint runs/debug --out runs/debug-hf
+    ftrain export-hf llama3-8b --checkpoint runs/8b --out 8b-hf --dtype bfloat16
+    """
+    options = ["--checkpoint", checkpoint, "--out", out] + ["--dtype", dtype] * (dtype is not None)
+    options += ["--json"] * as_json
+    with speaking() as world:
+        if start_ranks(world, nproc, "export-hf", recipe, overrides, options):
+            return
+        opened = open_recipe("export-hf", recipe, overrides, world)
+        import torch
+
+        from ftrain import trainer
+
+        kind = None if dtype is None else getattr(torch, dtype)
+        result = trainer.export_hf(opened, checkpoint=checkpoint, out=out, dtype=kind, world=world)
+        if world.rank == 0:
+            told = f"{result['checkpoint']}, after {result['step']} steps, is in {out} in {result['dtype']}"
+            click.echo(json.dumps(result) if as_json else told)
+
+
 @main.command("inspect-sharding", cls=Command, short_help="How RECIPE lies on any number of ranks.")
 @recipe_argument
 @set_option

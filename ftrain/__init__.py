@@ -7,16 +7,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import collectives, fp8, optim, sharding
+    from . import collectives, fp8, hf, optim, sharding
     from .models import llama
     from .recipe import Recipe, RecipeError, load_recipe
     from .run import Run
+    from .sampling import generate
     from .step import TrainState, init_state, make_eval_step, make_train_step
 
 # name -> (module, attribute); an attribute of None is the module itself.
 _WHERE = {
     "collectives": ("ftrain.collectives", None),
     "fp8": ("ftrain.fp8", None),
+    "hf": ("ftrain.hf", None),
     "optim": ("ftrain.optim", None),
     "sharding": ("ftrain.sharding", None),
     "llama": ("ftrain.models.llama", None),
@@ -24,6 +26,7 @@ _WHERE = {
     "RecipeError": ("ftrain.recipe", "RecipeError"),
     "load_recipe": ("ftrain.recipe", "load_recipe"),
     "Run": ("ftrain.run", "Run"),
+    "generate": ("ftrain.sampling", "generate"),
     "TrainState": ("ftrain.step", "TrainState"),
     "init_state": ("ftrain.step", "init_state"),
     "make_eval_step": ("ftrain.step", "make_eval_step"),
@@ -37,6 +40,8 @@ __all__ = [
     "TrainState",
     "collectives",
     "fp8",
+    "generate",
+    "hf",
     "init_state",
     "llama",
     "load_recipe",

@@ -90,6 +90,23 @@ def _say_skipped(skipped: list[tuple[Path, str]], say: Callable[[str], None]) ->
         say(f"not resumed from {folder}: {reason}")
 
 
+def say_start(run: Run, start: Path | None, say: Callable[[str], None]) -> None:
+    """One line on where the parameters come from, for a recipe with model.hf. A checkpoint of training wins over it.
+
+    Collective. Raises HfError for a checkpoint of Hugging Face that does not fit, if it counts.
+    """
+    source = run.recipe.model.hf
+    if source is None:
+        return
+    if start:
+        say(f"the run goes on from {start}; model.hf={source!r} is where it began, and is not read again")
+        return
+    narrow = [dtype for dtype in run.pretrained.dtypes if dtype.itemsize > run.dtype.itemsize]
+    rounded = f", rounded to {run.recipe.precision.params}" if narrow else ""
+    held = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in run.pretrained.dtypes))
+    say(f"the run starts from the weights of model.hf={source!r}, {held}{rounded}")
+
+
 def restore(run: Run, path: Path, like: TrainState, say: Callable[[str], None]) -> tuple[TrainState, dict[str, Any]]:
     """The state of a checkpoint in the structure and layout of `like`, and its meta. Collective.
 
@@ -117,14 +134,15 @@ def restore(run: Run, path: Path, like: TrainState, say: Callable[[str], None]) 
 def state_to_read(run: Run, place: Path | str | None) -> tuple[TrainState, Path | None]:
     """A state of which only the parameters will be read, in the layout of `run`, and its checkpoint. Collective.
 
-    place: a checkpoint's folder, or that of a run, whose newest counts; None: the initial values, and no checkpoint.
+    place: a checkpoint's folder, or that of a run, whose newest counts; None: the initial values, and the checkpoint of
+    model.hf that they come from, if any.
     Unlike `restore` it loads no optimizer state, and takes any recipe of the same model. Raises RecipeError where there
     is no checkpoint, CheckpointError where its parameters do not fit.
     """
     if place is None:
-        return run.init(), None
+        return run.init(), run.pretrained and run.pretrained.folder
     path = find_checkpoint(place, f"--checkpoint {place}")
-    known, _ = _histories(path, stored(run.init())._replace(opt_state=None))
+    known, _ = _histories(path, stored(run.init(pretrained=False))._replace(opt_state=None))
     state, _ = checkpoint.load(path, known, ignore=("opt_state", "fp8_state"))
     return apply_post(state, run.post), path
 

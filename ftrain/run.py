@@ -12,10 +12,9 @@ from functools import cached_property
 
 import torch
 
-from ftrain import fp8, optim, tree
-from ftrain.data import open_data
+from ftrain import fp8, hf, optim, tree
+from ftrain.data import Progress, Tokenizer, open_data, tokenizer_of
 from ftrain.execution import Execution
-from ftrain.generate import generate
 from ftrain.launch import World
 from ftrain.machine import too_large
 from ftrain.marks import Mark, unmarked
@@ -23,6 +22,7 @@ from ftrain.models import family
 from ftrain.nn import IGNORE
 from ftrain.param import Param
 from ftrain.recipe import Recipe, RecipeError, accumulation, check, model_config, model_family, resolve_parallel, tables
+from ftrain.sampling import generate
 from ftrain.sharding import Mesh, MeshShape, initialize, local_shape, make_mesh, to_local
 from ftrain.step import TrainState, init_state, make_eval_step, make_global_norm, make_train_step
 from ftrain.transforms import why_no_jit
@@ -43,8 +43,9 @@ class Run:
         device: torch.device | str | None = None,
         mesh: Mesh | None = None,  # to run on, or to pretend to (report/planned.py); None: made from the recipe
         mark: Mark = unmarked,  # names what runs, for a profile
+        tokenising: Progress | None = None,  # is told how tokenising goes: bytes of text done, and all there are
     ):
-        self.recipe = recipe
+        self.recipe, self.tokenising = recipe, tokenising
         self.world = world or World()
         self.device = torch.device(device) if device else default_device(self.world)
         self.family = family(model_family(recipe.model))
@@ -78,8 +79,8 @@ class Run:
             fp8=in_fp8,
             mark=mark,
         )
-        dtype = DTYPES[recipe.precision.params]
-        self.abstract = tree.map(lambda p: Param(p.shape, p.axes, p.init, dtype), self.family.abstract(self.cfg))
+        self.dtype = DTYPES[recipe.precision.params]
+        self.abstract = tree.map(lambda p: Param(p.shape, p.axes, p.init, self.dtype), self.family.abstract(self.cfg))
         self.plans = self.execution.plans(self.abstract)
         tokens = recipe.train.micro_batch_size * recipe.data.seq_len
         self.notes += in_fp8.notes(self.abstract, self.plans, self.mesh_shape, self.device.type, tokens, compile)
@@ -102,16 +103,32 @@ class Run:
     @cached_property
     def data(self):
         """The recipe's text as batches: `data.train`, `data.validation`, `data.tokenizer`. Opened when first used."""
-        return open_data(self.recipe.data, vocab_size=self.cfg.vocab_size, seed=self.recipe.train.seed)
+        recipe = self.recipe
+        return open_data(recipe.data, vocab_size=self.cfg.vocab_size, seed=recipe.train.seed, progress=self.tokenising)
 
-    def init(self) -> TrainState:
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the recipe. Opens no text, unless it is trained on that."""
+        return self.data.tokenizer if "data" in vars(self) else tokenizer_of(self.recipe.data)
+
+    @cached_property
+    def pretrained(self) -> hf.Checkpoint | None:
+        """The checkpoint of model.hf, its headers read and checked; None without one. Collective. Raises HfError."""
+        return None if self.recipe.model.hf is None else hf.open_checkpoint(self.recipe.model.hf)
+
+    def init(self, pretrained: bool = True) -> TrainState:
         """The state before the first step. The same full values on every mesh.
 
-        Raises RecipeError, before anything is allocated, where this machine cannot hold it.
+        pretrained: with the parameters of model.hf, where the recipe has one; False: with those of the seed, for a
+        state whose values will be replaced. Raises RecipeError, before anything is allocated, where this machine cannot
+        hold it; HfError for a checkpoint that does not fit.
         """
         if problem := too_large(self._state_bytes(), self.device, self.world.local_size):
             raise RecipeError([problem])
-        params = initialize(self.abstract, self.plans, self.mesh, self.recipe.train.seed)
+        if pretrained and self.pretrained:
+            params = hf.read_params(self.pretrained, self.abstract, self.plans, self.mesh, self.dtype)
+        else:
+            params = initialize(self.abstract, self.plans, self.mesh, self.recipe.train.seed)
         return init_state(params, self.optimizer, self.post)
 
     def _state_bytes(self) -> int:
@@ -151,7 +168,7 @@ class Run:
     def generate(
         self, state: TrainState, prompt: list[int], n: int, temperature: float = 0.0, seed: int = 0
     ) -> list[int]:
-        """`n` token ids that follow `prompt`, as generate.generate says. All ranks must call."""
+        """`n` token ids that follow `prompt`, as sampling.generate says. All ranks must call."""
         params, weights = to_local(state.params), state.fp8_state and state.fp8_state.weights
         return generate(
             lambda tokens: self._eager_model.logits(params, tokens, fp8=weights),

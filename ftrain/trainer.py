@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ftrain import checkpoint, resume, timeline
 from ftrain.checkpoint import CheckpointError
 from ftrain.data.sources import SYNTHETIC
+from ftrain.export import export
 from ftrain.interrupt import stop_requests
 from ftrain.launch import World, is_lost_peer, process_group
 from ftrain.marks import marked, unmarked
@@ -74,15 +77,17 @@ def train(
     profile = profile or bool(recipe.metrics.profile_steps)
     progress = Progress(recipe.train.steps, quiet=quiet or world.rank != 0)
     with process_group(world, default_device(world), recipe.parallel.timeout), contextlib.closing(progress):
-        run = Run(recipe, world=world, mark=marked if profile and world.rank == 0 else unmarked)
+        mark = marked if profile and world.rank == 0 else unmarked
+        run = Run(recipe, world=world, mark=mark, tokenising=progress.tokenising)
         _ = run.data  # opened now: a mistake in it is found before any memory is taken
         announce(run, progress.say)
         start = resume.find(recipe, out, progress.say, world.restarts)
+        resume.say_start(run, start, progress.say)
         if out and world.rank == 0:
             write_recipe(recipe, out)
         if out and world.world_size > 1:
             _check_shared(recipe, out)
-        state, meta = run.init(), {}
+        state, meta = run.init(pretrained=start is None), {}
         if start:
             state, meta = resume.restore(run, start, state, progress.say)
         if state.step >= recipe.train.steps:
@@ -93,6 +98,9 @@ def train(
         summary = {"step": state.step, "tokens": clock.tokens, "loss": None} | record
         if "validation_loss" not in summary:
             summary["validation_loss"] = held_out_loss(run, state)
+        if recipe.checkpoint.export_hf:
+            export(run, state, out / "hf", replace=True)
+            progress.say(f"the model is in {out / 'hf'} too, for transformers and what reads its checkpoints")
         return _finish(run, state, summary, progress, out)
 
 
@@ -116,6 +124,28 @@ def validate(recipe: Recipe, *, checkpoint: Path | str | None = None, world: Wor
         }
 
 
+def export_hf(
+    recipe: Recipe,
+    *,
+    checkpoint: Path | str,
+    out: Path | str,
+    dtype: torch.dtype | None = None,
+    world: World | None = None,
+) -> dict[str, Any]:
+    """Write a checkpoint's model to the new folder `out`, as a Hugging Face checkpoint. Collective; rank 0 writes.
+
+    checkpoint: its folder, or that of a run, whose newest counts. dtype: of the tensors; None: as they were trained.
+    Returns checkpoint, step, out and dtype. Raises RecipeError or HfError for what cannot be.
+    """
+    world = world or World()
+    with process_group(world, default_device(world), recipe.parallel.timeout):
+        run = Run(recipe, world=world)
+        state, path = resume.state_to_read(run, checkpoint)
+        export(run, state, out, dtype=dtype)
+        kind = str(dtype or run.dtype).removeprefix("torch.")
+        return {"checkpoint": str(path), "step": state.step, "out": str(out), "dtype": kind}
+
+
 def training_steps(run: Run, state: TrainState, steps: int | None = None) -> Iterator[tuple[TrainState, dict]]:
     """(state, metrics) after each step, from where `state` is up to `steps` (None: the recipe's).
 
@@ -131,6 +161,8 @@ def _check_places(recipe: Recipe, out: Path | None, profile: bool, world: World)
     problems = sink_problems(recipe, out)
     if profile and out is None:
         problems.append("--profile needs a folder to write to: give --out.")
+    if recipe.checkpoint.export_hf and out is None:
+        problems.append("checkpoint.export_hf=true needs a folder to write to: give --out.")
     if out and world.rank == 0:
         there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
         try:
@@ -281,7 +313,7 @@ def sample(run: Run, state: TrainState) -> str | None:
     """Text that the model writes from the start of a document; None where tokens are not text. Collective."""
     if run.recipe.data.source == SYNTHETIC:
         return None
-    tokenizer = run.data.tokenizer
+    tokenizer = run.tokenizer
     ids = run.generate(state, [tokenizer.bos], SAMPLE_TOKENS, temperature=0.8, seed=run.recipe.train.seed)
     return tokenizer.decode(ids)
 

@@ -32,7 +32,7 @@ def each(doing: str, fn: Callable[[], Any], group: Any = None) -> list[Any] | No
         with _peers(doing):
             outcomes = [None] * size if rank == 0 else None
             dist.gather_object((value, _sentence(error)), outcomes, group=group, group_dst=0)
-            shared = [_joined([message for _, message in outcomes]) if rank == 0 else None]
+            shared = [joined([message for _, message in outcomes]) if rank == 0 else None]
             dist.broadcast_object_list(shared, group=group, group_src=0)
         message = shared[0]
     else:
@@ -78,7 +78,7 @@ def _sentence(error: Exception | None) -> str | None:
     return f"{type(error).__name__}: {error}"
 
 
-def _joined(messages: list[str | None]) -> str | None:
+def joined(messages: list[str | None]) -> str | None:
     """One sentence for all ranks: plain if every rank says the same, else with the ranks in front."""
     failed = {rank: message for rank, message in enumerate(messages) if message}
     if len(failed) == len(messages) and len(set(failed.values())) == 1:

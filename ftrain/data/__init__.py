@@ -16,7 +16,7 @@ from .tokenising import Progress, Rules, tokenise
 from .tokenizer import BYTES, Tokenizer, TokenizerSpec, byte_tokenizer, check_vocabulary
 from .tokenizer_json import open_tokenizer
 
-__all__ = ["Data", "DataError", "Tokenizer", "Train", "Validation", "open_data"]
+__all__ = ["Data", "DataError", "Progress", "Tokenizer", "Train", "Validation", "open_data", "tokenizer_of"]
 
 SYNTHETIC_TOKENS = 2**40  # nothing is stored, so there may as well be enough never to repeat
 SYNTHETIC_HELD_OUT = 2**20
@@ -69,9 +69,7 @@ def _tokenised(data: recipe.Data, groups: list[list[Unit]], vocab_size: int, pro
     share, field = data.held_out, data.text_field
     units = [unit for group in groups for unit in group]
     folder = _folder(data, units)
-    spec = TokenizerSpec(data.tokenizer, data.bos, data.eos)
-    if data.tokenizer.startswith(bpe.PREFIX):
-        spec = _trained(data.tokenizer, units, field, share, folder)
+    spec = _spec(data, units, folder)
     tokenizer = open_tokenizer(spec)
     check_vocabulary(tokenizer, vocab_size)
     parts = tokenise(units, Rules(spec, field, share), tokenizer, folder, progress=progress)
@@ -86,6 +84,22 @@ def _tokenised(data: recipe.Data, groups: list[list[Unit]], vocab_size: int, pro
         streams.append(train)
         held.append(kept)
     return tokenizer, streams, held
+
+
+def tokenizer_of(data: recipe.Data) -> Tokenizer:
+    """The tokenizer of a recipe's [data] table, without the text, unless it is trained on that. Raises DataError."""
+    if data.source == SYNTHETIC:
+        return byte_tokenizer()
+    units: list[Unit] = []
+    if data.tokenizer.startswith(bpe.PREFIX):
+        units = [unit for files in _groups(data, bool(_weights(data))) for unit in cut_into_units(files)]
+    return open_tokenizer(_spec(data, units, _folder(data, units)))
+
+
+def _spec(data: recipe.Data, units: list[Unit], folder: Path | None) -> TokenizerSpec:
+    if data.tokenizer.startswith(bpe.PREFIX):
+        return _trained(data.tokenizer, units, data.text_field, data.held_out, folder)
+    return TokenizerSpec(data.tokenizer, data.bos, data.eos)
 
 
 def _trained(name: str, units: list[Unit], field: str, share: float, folder: Path | None) -> TokenizerSpec:

@@ -1,15 +1,15 @@
 """Model families: one file each, and nothing outside it that knows of it. A family is a module of this folder with
 
-Config              frozen dataclass with at least vocab_size, dim, n_layers, n_heads, n_kv_heads, head_dim, ffn_dim
-                    and tie_embeddings. Its fields are the keys of [model]; one that tables.Model lacks is a key of
-                    this family alone (with `recipe.strict.key(default, "what it means", low=1)` its range is checked)
+Config              frozen dataclass with at least the dimensions of recipe.tables.Model, vocab_size to tie_embeddings.
+                    Its fields are the keys of [model]; one that Model lacks is a key of this family alone (with
+                    `recipe.strict.key(default, "what it means", low=1)` its range is checked)
 PRESETS             dict of Config by name; no other family has the same name
 abstract            cfg -> the tree of Param; what lies under "layers" is a list, a dict for each layer
 product_weights     cfg -> globs over the parameters that are weights of products, which fp8 may run
 flops_per_token     cfg, seq_len -> floating-point operations that a token needs, forward and backward
 make_model          cfg, Execution -> loss and logits, as llama.Model has them
 
-Its checkpoints at Hugging Face are described by the file of the same name in ftrain/hf.
+Its checkpoints at Hugging Face are described by the file of the same name in ftrain/hf: see hf.config.Format.
 """
 
 import pkgutil

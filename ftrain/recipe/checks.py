@@ -26,9 +26,14 @@ class RecipeError(ValueError):
 
 
 def model_family(model: Model) -> str:
-    """The name of the model's family: as the recipe says, or that of its preset, or llama."""
+    """The name of the model's family: as the recipe says, or that of its checkpoint or preset, or llama.
+
+    Raises RecipeError for a checkpoint that cannot be read, or has none of ours.
+    """
     if model.family is not None:
         return model.family
+    if model.hf is not None:
+        return _of_hf(model).family
     return "llama" if model.preset is None else presets().get(model.preset, "llama")
 
 
@@ -39,8 +44,11 @@ def family_keys(table: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """
     if table.keys() <= keys(Model).keys():
         return {}
-    chosen = {name: table[name] for name in ("family", "preset") if isinstance(table.get(name), str)}
-    name = model_family(Model(**chosen))
+    chosen = {name: table[name] for name in ("family", "preset", "hf") if isinstance(table.get(name), str)}
+    try:
+        name = model_family(Model(**chosen))
+    except RecipeError:  # reported by the cross checks
+        return {}
     if name not in families():
         return {}
     config, common = family(name).Config, keys(Model)
@@ -50,7 +58,7 @@ def family_keys(table: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def model_config(model: Model) -> Any:
-    """The family's Config: the preset with the recipe's keys over it, or the keys alone.
+    """The family's Config: the checkpoint's, or the preset with the recipe's keys over it, or the keys alone.
 
     Imports the family's module (and so torch). Raises RecipeError.
     """
@@ -58,13 +66,16 @@ def model_config(model: Model) -> Any:
     if name not in families():
         raise RecipeError([f"model.family = {show(name)}: {_one_of(name, families())}"])
     module = family(name)
-    given = {k: v for k, v in vars(model).items() if v is not None and k not in ("family", "preset", "own")} | model.own
+    not_config = ("family", "hf", "preset", "own")
+    given = {k: v for k, v in vars(model).items() if v is not None and k not in not_config} | model.own
     known = {field.name: field for field in dataclasses.fields(module.Config)}
     problems = [f"model.{key}: the family {name} has no such dimension." for key in given if key not in known]
     if model.preset is not None and model.preset not in module.PRESETS:
         there = presets() if model.family is None else module.PRESETS
         problems.append(f"model.preset = {show(model.preset)}: {_one_of(model.preset, there)}")
-    if model.preset is None:
+    if model.hf is not None:
+        problems += _hf_problems(model, given)
+    elif model.preset is None:
         if "n_heads" in given:
             given.setdefault("n_kv_heads", given["n_heads"])
             if "dim" in given and "head_dim" not in given:
@@ -84,10 +95,41 @@ def model_config(model: Model) -> Any:
             )
     if problems:
         raise RecipeError(problems)
+    if model.hf is not None:
+        return _of_hf(model).cfg
     try:
         return dataclasses.replace(module.PRESETS[model.preset], **given) if model.preset else module.Config(**given)
     except ValueError as error:
         raise RecipeError([f"[model]: {error}"]) from error
+
+
+def _of_hf(model: Model) -> Any:
+    """What the config.json of model.hf says (hf.config.HfConfig). Raises RecipeError."""
+    from ftrain.hf.config import HfError, read_config
+
+    try:
+        return read_config(model.hf)
+    except HfError as error:
+        raise RecipeError([f"model.hf = {show(model.hf)}: {line}" for line in str(error).splitlines()]) from error
+
+
+def _hf_problems(model: Model, given: dict[str, Any]) -> Iterator[str]:
+    """Where a recipe and the checkpoint that it starts from contradict each other."""
+    try:
+        found = _of_hf(model)
+    except RecipeError as error:
+        yield from error.problems
+        return
+    says = f"the config.json of model.hf = {show(model.hf)} says"
+    if model.preset is not None:
+        yield f"model.preset = {show(model.preset)}, and {says} what the dimensions are: give one of the two."
+    if model.family not in (None, found.family):
+        yield f"model.family = {show(model.family)}, but {says} {found.family}."
+        return
+    for name, value in given.items():
+        there = getattr(found.cfg, name, None)
+        if value != there:
+            yield f"model.{name} = {show(value)}, but {says} {'none' if there is None else show(there)}."
 
 
 def resolve_parallel(parallel: Parallel, world_size: int) -> Parallel:

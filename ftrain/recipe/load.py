@@ -11,7 +11,7 @@ from typing import Any
 
 from ftrain.models import presets
 from ftrain.recipe.checks import RecipeError, check, family_keys, model_config, model_family
-from ftrain.recipe.strict import field_names, nearest, read_table, show, unknown_table
+from ftrain.recipe.strict import field_names, keys, nearest, read_table, show, unknown_table
 from ftrain.recipe.tables import TABLES, Model, Recipe
 
 
@@ -145,9 +145,12 @@ def _late_defaults(recipe: Recipe, given: set[str]) -> Recipe:
     if "schedule.warmup_steps" not in given:
         warmup = min(recipe.schedule.warmup_steps, recipe.train.steps // 10)
         recipe = dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, warmup_steps=warmup))
-    model = recipe.model
-    if model.family is None and (model.preset is None or model.preset in presets()):
-        recipe = dataclasses.replace(recipe, model=dataclasses.replace(model, family=model_family(model)))
+    recipe = dataclasses.replace(recipe, model=_resolved(recipe.model))
+    if recipe.model.hf is not None and "data.tokenizer" not in given:
+        from ftrain.hf.config import tokenizer_file
+
+        if path := tokenizer_file(recipe.model.hf):
+            recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, tokenizer=str(path)))
     late: dict[str, Any] = {}
     if recipe.fp8.recipe != "none":
         operand = _wire_operand(recipe.fp8.recipe)
@@ -159,6 +162,22 @@ def _late_defaults(recipe: Recipe, given: set[str]) -> Recipe:
         if "fp8.skip" not in given and _is_tied(recipe.model):
             late["skip"] = ("embedding",)
     return dataclasses.replace(recipe, fp8=dataclasses.replace(recipe.fp8, **late))
+
+
+def _resolved(model: Model) -> Model:
+    """The model with its family's name, and with the dimensions of the checkpoint that it starts from.
+
+    So that a recipe.toml says what was trained, whatever becomes of the checkpoint's folder.
+    """
+    if model.hf is None:
+        known = model.preset is None or model.family is not None or model.preset in presets()
+        return dataclasses.replace(model, family=model_family(model)) if known else model
+    try:
+        cfg = dataclasses.asdict(model_config(model))
+    except RecipeError:  # reported by the cross checks
+        return model
+    common = {name: cfg.pop(name) for name in keys(Model) if name in cfg}
+    return dataclasses.replace(model, family=model_family(model), **common, own=cfg)
 
 
 def _wire_operand(value: str | dict[str, Any]) -> Any:

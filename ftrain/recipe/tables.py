@@ -14,7 +14,14 @@ FP8_RECIPES = ("none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed",
 class Model:
     """The model: a preset, or its dimensions, or a preset with some dimensions replaced."""
 
-    family: str | None = key(None, "the module of ftrain.models that defines the model; absent: the preset's, or llama")
+    family: str | None = key(
+        None, "the module of ftrain.models that defines the model; absent: the checkpoint's or the preset's, or llama"
+    )
+    hf: str | None = key(
+        None,
+        "the folder of a Hugging Face checkpoint (config.json and .safetensors) to start from; its shape is the "
+        "model's, and a dimension below that contradicts it is an error",
+    )
     preset: str | None = key(None, "a named set of dimensions, such as llama3-8b; the keys below override it")
     vocab_size: int | None = key(None, "rows of the embedding; every token id is below it", low=1)
     dim: int | None = key(None, "width of the residual stream", low=1)
@@ -49,7 +56,9 @@ class Data:
         (), "share of the sequences from each source of the list; empty: all text once an epoch", above=0
     )
     tokenizer: str = key(
-        "bytes", '"bytes", the path of a tokenizer.json, or "bpe:SIZE" to train one of SIZE ids on the text'
+        "bytes",
+        '"bytes", the path of a tokenizer.json, or "bpe:SIZE" to train one of SIZE ids on the text; absent: '
+        'that of model.hf, or "bytes"',
     )
     bos: str | None = key(None, "the token that begins a document; absent: what the tokenizer's files say")
     eos: str | None = key(None, "the token that ends a document; absent: what the tokenizer's files say")
@@ -192,6 +201,7 @@ class Checkpoint:
 
     every: int = key(100, "steps between checkpoints; 0: only at the end", low=0)
     keep: int = key(2, "how many checkpoints stay on disk", low=1)
+    export_hf: bool = key(False, "write the trained model to DIR/hf as a Hugging Face checkpoint too, at the end")
     resume: str = key("auto", '"auto" (the newest whole checkpoint of --out, if any), "never", or a path')
     async_save: bool = key(False, "write while training goes on")
 

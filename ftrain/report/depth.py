@@ -98,7 +98,7 @@ def shallow(recipe: Recipe, run: Run, make: Make, depth: int) -> Recipe:
     fp8 = replace(recipe.fp8, skip=tuple(dict.fromkeys(skip)))
     return replace(
         recipe,
-        model=replace(recipe.model, n_layers=depth),
+        model=replace(recipe.model, hf=None, n_layers=depth),
         fp8=fp8 if some_run else replace(fp8, recipe="none"),
         train=replace(recipe.train, remat="none" if make.kept else "full"),
     )

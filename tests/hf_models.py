@@ -1,0 +1,55 @@
+"""Tiny models of transformers, written as checkpoints: what the tests of ftrain.hf compare with."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+# The shape of the recipe T0: 8272 parameters, or 7248 if tied.
+T0 = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def write_llama(folder: Path | str, dtype=torch.float32, seed: int = 0, **changes) -> transformers.LlamaForCausalLM:
+    """Write a random T0 with changed keys of its config as transformers does, and return it."""
+    torch.manual_seed(seed)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**T0 | changes)).eval()
+    for parameter in model.parameters():  # as far from zero and from each other as a trained model's
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    model.to(dtype).save_pretrained(folder)
+    return model
+
+
+def edit(folder: Path, remove: tuple[str, ...] = (), **changes) -> None:
+    """Change keys of the config.json of a checkpoint, and remove some."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if key not in remove}))
+
+
+def reopened(folder: Path | str) -> transformers.LlamaForCausalLM:
+    """The checkpoint as transformers reads it, which must find all that it looks for and nothing else."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def logits_of(model: transformers.LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+    """What a model of transformers says at every position."""
+    with torch.no_grad():
+        return model(tokens).logits
