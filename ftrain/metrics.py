@@ -36,16 +36,19 @@ def sink_problems(recipe: Recipe, out: Path | None) -> list[str]:
     return [f"metrics.{name}=true needs {name}: pip install 'ftrain[{name}]'" for name in missing]
 
 
-def open_sinks(recipe: Recipe, out: Path | None, step: int) -> list[Sink]:
+def open_sinks(recipe: Recipe, out: Path | None, step: int, quiet: bool = False) -> list[Sink]:
     """The sinks that a recipe asks for, in the folder `out`, for a run that goes on after `step` steps.
 
-    None without `out`. `sink_problems` says beforehand what would not open.
+    None without `out`. `sink_problems` says beforehand what would not open. quiet: they print nothing themselves.
     """
     if out is None:
         return []
-    openers = {"tensorboard": _tensorboard, "wandb": _wandb}
-    asked = [name for name in SINKS if getattr(recipe.metrics, name)]
-    return [jsonl(out / "metrics.jsonl", step), *(openers[name](recipe, out, step) for name in asked)]
+    sinks = [jsonl(out / "metrics.jsonl", step)]
+    if recipe.metrics.tensorboard:
+        sinks.append(_tensorboard(out, step))
+    if recipe.metrics.wandb:
+        sinks.append(_wandb(recipe, out, quiet))
+    return sinks
 
 
 def jsonl(path: Path, step: int) -> Sink:
@@ -130,7 +133,7 @@ def tracing(
         yield profile.step
 
 
-def _tensorboard(recipe: Recipe, out: Path, step: int) -> Sink:
+def _tensorboard(out: Path, step: int) -> Sink:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
@@ -143,8 +146,14 @@ def _tensorboard(recipe: Recipe, out: Path, step: int) -> Sink:
     return Sink(write, writer.close)
 
 
-def _wandb(recipe: Recipe, out: Path, step: int) -> Sink:
+def _wandb(recipe: Recipe, out: Path, quiet: bool) -> Sink:
     import wandb
 
-    run = wandb.init(project="ftrain", dir=str(out), config=dataclasses.asdict(recipe))
+    run = wandb.init(
+        project="ftrain",
+        name=out.resolve().name,
+        dir=str(out),
+        config=dataclasses.asdict(recipe),
+        settings=wandb.Settings(silent=quiet),
+    )
     return Sink(lambda record: run.log(record, step=record["step"]), run.finish)

@@ -226,7 +226,7 @@ def _loop(
     try:
         with contextlib.ExitStack() as opened:
             writes = run.world.rank == 0
-            sinks = open_sinks(recipe, out, step) if writes else []
+            sinks = open_sinks(recipe, out, step, progress.quiet) if writes else []
             for sink in sinks:
                 opened.callback(sink.close)
             save = opened.enter_context(saver(run, out))

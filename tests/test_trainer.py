@@ -154,14 +154,6 @@ def test_sinks_that_need_something_say_so(tiny, tmp_path, monkeypatch):
         train(tiny("metrics.wandb=true"), out=tmp_path, quiet=True)
 
 
-def test_tensorboard_and_trace(tiny, tmp_path):
-    pytest.importorskip("tensorboard")
-    recipe = tiny("metrics.tensorboard=true", "metrics.profile_steps=[2,3]", "train.steps=4")
-    train(recipe, out=tmp_path / "out", quiet=True)
-    assert list((tmp_path / "out" / "tensorboard").glob("events*"))
-    assert json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
-
-
 def test_the_picture(tiny, tmp_path):
     pytest.importorskip("matplotlib")
     train(tiny(), out=tmp_path / "out", quiet=True)
