@@ -23,6 +23,7 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.step_cpu
 	$(BIN)/python -m benchmarks.checkpoint
+	$(BIN)/python -m benchmarks.data
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs

@@ -8,6 +8,7 @@ This is the place for side effects: what is printed, written and saved by a run 
 
 import contextlib
 import math
+import sys
 import tempfile
 import time
 from collections import deque
@@ -111,7 +112,9 @@ def validate(recipe: Recipe, *, checkpoint: Path | str | None = None, world: Wor
     """
     world = world or World()
     with process_group(world, default_device(world), recipe.parallel.timeout):
-        run = Run(recipe, world=world)
+        # Not where the result will stand: that may be read by a program.
+        progress = Progress(1, quiet=world.rank != 0, stream=sys.stderr)
+        run = Run(recipe, world=world, tokenising=progress.tokenising)
         state, path = resume.state_to_read(run, checkpoint)
         total, tokens = run.evaluate(state)
         loss = total / tokens if tokens else math.nan

@@ -5,6 +5,7 @@ import io
 from ftrain import recipe
 from ftrain.data import open_data
 from ftrain.progress import Progress, duration, progress_line, quantity, size, tokenising_line
+from ftrain.trainer import train, validate
 
 RECORD = {
     "step": 120,
@@ -125,3 +126,18 @@ def test_it_is_what_open_data_calls(tmp_path):
     data = recipe.Data(source=str(tmp_path / "text.txt"), seq_len=16, cache="off")
     open_data(data, vocab_size=272, seed=0, progress=progress.tokenising)
     assert log.getvalue() == "tokenised 11 kB in 0:09\n"
+
+
+def test_a_run_tells_of_the_text_that_it_tokenises(tiny, tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.txt").write_text("some text. " * 1000)
+    recipe = tiny(f"data.source={tmp_path / 'text.txt'}", "train.steps=1")
+    train(recipe)
+    assert "tokenis" not in capsys.readouterr().out  # over before anybody wonders
+    monkeypatch.setattr("ftrain.progress.PATIENCE_SECONDS", 0.0)
+    train(recipe)
+    assert "tokenised 11 kB in 0:0" in capsys.readouterr().out
+    train(recipe, quiet=True)
+    assert capsys.readouterr() == ("", "")
+    validate(recipe)
+    told = capsys.readouterr()
+    assert told.out == "" and "tokenised 11 kB in 0:0" in told.err
