@@ -132,19 +132,23 @@ def restore(run: Run, path: Path, like: TrainState, say: Callable[[str], None]) 
 
 
 def state_to_read(run: Run, place: Path | str | None) -> tuple[TrainState, Path | None]:
-    """A state of which only the parameters will be read, in the layout of `run`, and its checkpoint. Collective.
+    """A state without the optimizer's, in the layout of `run`, and its checkpoint. Collective.
 
     place: a checkpoint's folder, or that of a run, whose newest counts; None: the initial values, and the checkpoint of
     model.hf that they come from, if any.
-    Unlike `restore` it loads no optimizer state, and takes any recipe of the same model. Raises RecipeError where there
-    is no checkpoint, CheckpointError where its parameters do not fit.
+    Unlike `restore` it takes any recipe of the same model. Raises RecipeError where there is no checkpoint,
+    CheckpointError where its parameters do not fit.
     """
     if place is None:
-        return run.init(), run.pretrained and run.pretrained.folder
+        return _of_params(run), run.pretrained and run.pretrained.folder
     path = find_checkpoint(place, f"--checkpoint {place}")
-    known, _ = _histories(path, stored(run.init(pretrained=False))._replace(opt_state=None))
+    known, _ = _histories(path, stored(_of_params(run, pretrained=False)))
     state, _ = checkpoint.load(path, known, ignore=("opt_state", "fp8_state"))
     return apply_post(state, run.post), path
+
+
+def _of_params(run: Run, pretrained: bool = True) -> TrainState:
+    return apply_post(TrainState(0, run.params(pretrained), None), run.post)
 
 
 def _histories(path: Path, known: TrainState) -> tuple[TrainState, list[str]]:

@@ -9,6 +9,7 @@
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -119,20 +120,27 @@ class Run:
     def init(self, pretrained: bool = True) -> TrainState:
         """The state before the first step. The same full values on every mesh.
 
-        pretrained: with the parameters of model.hf, where the recipe has one; False: with those of the seed, for a
-        state whose values will be replaced. Raises RecipeError, before anything is allocated, where this machine cannot
-        hold it; HfError for a checkpoint that does not fit.
+        pretrained: as of `params`. Raises RecipeError, before anything is allocated, where this machine cannot hold it;
+        HfError for a checkpoint that does not fit.
         """
         if problem := too_large(self._state_bytes(), self.device, self.world.local_size):
             raise RecipeError([problem])
-        if pretrained and self.pretrained:
-            params = hf.read_params(self.pretrained, self.abstract, self.plans, self.mesh, self.dtype)
-        else:
-            params = initialize(self.abstract, self.plans, self.mesh, self.recipe.train.seed)
-        return init_state(params, self.optimizer, self.post)
+        return init_state(self.params(pretrained), self.optimizer, self.post)
 
-    def _state_bytes(self) -> int:
-        """Bytes of the parameters and the optimizer's state on rank 0, which holds the most."""
+    def params(self, pretrained: bool = True) -> Any:
+        """The parameters before the first step: those of model.hf, where the recipe has one, or of the seed.
+
+        pretrained: False: of the seed in any case, for a state whose values will be replaced. Collective. Raises as
+        `init` does.
+        """
+        if problem := too_large(self._state_bytes(trained=False), self.device, self.world.local_size):
+            raise RecipeError([problem])
+        if pretrained and self.pretrained:
+            return hf.read_params(self.pretrained, self.abstract, self.plans, self.mesh, self.dtype)
+        return initialize(self.abstract, self.plans, self.mesh, self.recipe.train.seed)
+
+    def _state_bytes(self, trained: bool = True) -> int:
+        """Bytes of the parameters on rank 0, which holds the most, and of the optimizer's state where it is trained."""
         local = tree.map(
             lambda param, plan: torch.empty(
                 local_shape(param.shape, plan.stored, self.mesh_shape, 0), dtype=param.dtype, device="meta"
@@ -140,7 +148,7 @@ class Run:
             self.abstract,
             self.plans,
         )
-        leaves = tree.leaves((local, self.optimizer.init(local)))
+        leaves = tree.leaves((local, self.optimizer.init(local) if trained else None))
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ftrain import checkpoint, resume, timeline
+from ftrain import checkpoint, hf, resume, timeline
 from ftrain.checkpoint import CheckpointError
 from ftrain.data.sources import SYNTHETIC
 from ftrain.export import export
@@ -332,8 +332,21 @@ def announce(run: Run, say: Callable[[str], None]) -> None:
     batch = f"{recipe.data.global_batch_size} x {recipe.data.seq_len}"
     where = f"{n} rank{'s' if n > 1 else ''} on {run.device.type}"
     say(f"{quantity(run.n_params)} parameters, {recipe.train.steps} steps of {batch} tokens, {where}")
-    for note in run.notes:
+    for note in [*run.notes, *special_notes(run)]:
         say(note)
+
+
+def special_notes(run: Run) -> list[str]:
+    """Where the tokenizer and the checkpoint of model.hf name different tokens for the ends of a document."""
+    source = run.recipe.model.hf
+    if source is None or run.recipe.data.source == SYNTHETIC:
+        return []
+    notes, config = [], hf.read_config(source).raw
+    for key, id_ in (("bos_token_id", run.tokenizer.bos), ("eos_token_id", run.tokenizer.eos)):
+        said = config.get(key)
+        if said is not None and id_ not in (said if isinstance(said, list) else [said]):
+            notes.append(f"{key} is {id_} in data.tokenizer and {said} in the config.json of model.hf={source!r}")
+    return notes
 
 
 def write_recipe(recipe: Recipe, out: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hf_models import LLAMA3, T0, edit, logits_of, reopened, write_llama
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ftrain
 from ftrain import hf, tree
@@ -262,6 +262,7 @@ def fail_together(rank, source, target):
     mesh = make_mesh(ftrain.sharding.MeshShape(shard=2))
     found = []
     for attempt in (
+        lambda: hf.load(source / "tied", Execution(mesh=mesh)),
         lambda: hf.load(source / "short" if rank else source / "a", Execution(mesh=mesh)),
         lambda: hf.save(target, hf.load(source / "a", Execution(mesh=mesh)).params, llama.Config(**CFG)),
     ):
@@ -282,10 +283,15 @@ def test_an_error_on_one_rank_is_one_on_all(ranks, tmp_path):
     path = tmp_path / "short" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     (tmp_path / "taken").write_text("a file")
+    # A tied model whose second matrix differs from the first in a row that rank 1 has.
+    head = write_llama(tmp_path / "tied", tie_word_embeddings=True).lm_head.weight.detach().clone()
+    head[40, 3] += 1
+    save_file(stored(tmp_path / "tied") | {"lm_head.weight": head}, tmp_path / "tied" / "model.safetensors")
     first, second = ranks(2, fail_together, tmp_path, tmp_path / "taken")
     assert first == second
-    assert "rank 1" in first[0] and "model.safetensors" in first[0] and "cut short" in first[0]
-    assert "taken is there already" in first[1]
+    assert first[0].startswith("rank 1: ") and "lm_head.weight differs from model.embed_tokens.weight" in first[0]
+    assert first[1].startswith("rank 1: ") and "model.safetensors" in first[1] and "cut short" in first[1]
+    assert "taken is there already" in first[2]
 
 
 def test_tied_and_untied_and_their_numbers(tmp_path):

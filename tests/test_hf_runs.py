@@ -314,6 +314,19 @@ def test_another_tokenizer_leaves_the_first_ones_files_behind(model, tmp_path):
     assert (tmp_path / "b" / "hf" / "special_tokens_map.json").exists()
 
 
+def test_a_tokenizer_that_ends_documents_otherwise_than_the_model_is_told_of(model, tmp_path, capsys):
+    path = model(vocab_size=400)
+    byte_level(tmp_path / "hf" / "tokenizer.json", ["<s>", "</s>", "<end>"])
+    edit(tmp_path / "hf", bos_token_id=0, eos_token_id=[7, 1])
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    overrides = [corpus(tmp_path), "data.cache=off", "train.steps=1"]
+    train(load_recipe(path, overrides))
+    assert "token_id" not in capsys.readouterr().out
+    train(load_recipe(path, [*overrides, "data.eos=<end>"]))
+    said = f"eos_token_id is 2 in data.tokenizer and [7, 1] in the config.json of model.hf='{tmp_path / 'hf'}'\n"
+    assert said in capsys.readouterr().out
+
+
 def test_an_export_needs_a_folder(tiny):
     with pytest.raises(RecipeError, match="checkpoint.export_hf=true needs a folder to write to: give --out."):
         train(tiny("checkpoint.export_hf=true"))
