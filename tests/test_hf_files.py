@@ -343,3 +343,16 @@ def test_tokenizer_and_generation_are_carried_along(tmp_path):
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     assert config["eos_token_id"] == [3, 4] and "auto_map" not in config
     assert not (tmp_path / "b" / "modeling.py").exists()
+
+
+def test_without_safetensors(tmp_path, monkeypatch):
+    write_llama(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert refused(tmp_path) == "checkpoints of Hugging Face need safetensors: pip install 'ftrain[hf]'"
+
+
+def test_a_pickle_is_not_read(tmp_path):
+    model = write_llama(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert "has neither model.safetensors" in refused(tmp_path)
