@@ -218,7 +218,8 @@ class _SumOverChunks(torch.autograd.Function):
 class _TimesFactor(torch.autograd.Function):
     @staticmethod
     def forward(factor, *tensors):
-        return tuple(t * factor.to(t.dtype) for t in tensors)
+        # A list of one each: torch's kernel for lists reads wide words also where the factor lies on the device.
+        return tuple(torch._foreach_mul([t], factor.to(t.dtype))[0] for t in tensors)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

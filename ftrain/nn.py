@@ -41,15 +41,15 @@ def rope_table(seq_len: int, frequencies: torch.Tensor) -> torch.Tensor:
     return torch.stack([angles.cos(), angles.sin()])
 
 
-def rope(x_BHSE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def rope(x_BSHE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs (x[i], x[i + E/2]) by their position's angles, in at least fp32. `table`: `rope_table`'s.
 
     This pairing is Hugging Face's; Meta's own files pair neighbours, which is the same up to the order of rows of
     wq and wk.
     """
-    cos, sin = table[0], table[1]
-    a, b = at_least_fp32(x_BHSE).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BHSE.dtype)
+    cos, sin = table[0].unsqueeze(1), table[1].unsqueeze(1)
+    a, b = at_least_fp32(x_BSHE).chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BSHE.dtype)
 
 
 def attention(

@@ -72,18 +72,19 @@ def test_long_wavelengths_are_stretched_and_short_ones_kept():
 
 def test_rope_turns_pairs_by_their_positions_angle():
     table = rope_table(5, torch.tensor([1.0, 0.25]))
-    x = drawn(1, 1, 5, 4)
+    x = drawn(1, 5, 1, 4)
     pairs = torch.complex(x[..., :2], x[..., 2:])
-    turned = pairs * torch.polar(torch.ones(5, 2), torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.25])))
+    angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.25])).view(1, 5, 1, 2)
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
     assert torch.allclose(rope(x, table), torch.cat([turned.real, turned.imag], -1), atol=1e-6)
-    assert torch.equal(rope(x, table)[:, :, 0], x[:, :, 0]), "position 0 turns"
+    assert torch.equal(rope(x, table)[:, 0], x[:, 0]), "position 0 turns"
     assert rope(x.bfloat16(), table).dtype == torch.bfloat16
 
 
 def test_products_of_rotated_vectors_depend_on_their_distance_only():
     table = rope_table(32, rope_frequencies(8, 10000.0))
-    q, k = (drawn(8, seed=s).expand(1, 1, 32, 8) for s in (1, 2))
-    products = (rope(q, table) @ rope(k, table).transpose(-1, -2))[0, 0]
+    q, k = (drawn(8, seed=s).expand(1, 32, 1, 8) for s in (1, 2))
+    products = rope(q, table)[0, :, 0] @ rope(k, table)[0, :, 0].T
     for distance in (0, 3, 17):
         diagonal = products.diagonal(-distance)
         assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-5)

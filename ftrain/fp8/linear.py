@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ftrain import collectives
+from ftrain.kernels.transpose import transposed_after
 
 from . import formats, sequence
 from .casts import Codes, cast_all, jobs, shared
@@ -300,14 +301,18 @@ class _Pullback(torch.autograd.Function):
         if to_input is not None and not plan.weight_is_codes:
             todo += jobs(w_saved, "w", SPLIT[plan.form]["w"], [("grad_input", to_input.right)], w_scale)
         codes = cast_all(todo, plan.group)
-        g_codes, w_codes = codes[:n_g], codes[n_g] if len(codes) > n_g else Codes(w_saved, w_scale)
+        g_codes = codes[:n_g]
         if gather_codes:
             g_codes = [Codes(*sequence.gather_codes(c.data, c.scale, lead, plan.group)) for c in g_codes]
 
         if to_input is None:
             grad_x = g @ w_saved.to(g.dtype)
         else:
-            grad_x = _product(to_input, g_codes[0], w_codes.t(), x_dtype)
+            if plan.weight_is_codes:
+                w_codes_t = Codes(transposed_after(w_saved, g), w_scale.t())
+            else:
+                w_codes_t = codes[n_g].t()
+            grad_x = _product(to_input, g_codes[0], w_codes_t, x_dtype)
         if to_weight is None:
             grad_w = (g.t() @ x_saved.flatten(0, -2)).to(w_dtype)
         else:

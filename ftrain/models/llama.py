@@ -170,8 +170,10 @@ def attend(
 ) -> torch.Tensor:
     """Causal self-attention. Each tensor rank has its own heads; q, k and v share one input."""
     q, k, v = linear.column(h_BSD, weights["wq"], weights["wk"], weights["wv"])
-    q, k, v = (rearrange(t, "b s (h e) -> b h s e", e=cfg.head_dim) for t in (q, k, v))
-    out_BHSE = attention(rope(q, table), rope(k, table), v, mask)
+    q, k, v = (rearrange(t, "b s (h e) -> b s h e", e=cfg.head_dim) for t in (q, k, v))
+    # Turned before heads and sequence change places: what attention reads and writes then lies as products take it.
+    heads = (rearrange(t, "b s h e -> b h s e") for t in (rope(q, table), rope(k, table), v))
+    out_BHSE = attention(*heads, mask)
     return linear.row(rearrange(out_BHSE, "b h s e -> b s (h e)"), weights["wo"])
 
 
