@@ -102,6 +102,7 @@ def cast_all(jobs: Sequence[Job], group: ProcessGroup | None) -> list[Codes]:
 
 
 def _cast(job: Job, scale: Tensor, dtype: torch.dtype) -> Codes:
+    scale = scale.detach()  # one that has a history is an input of the model, and no cast has a gradient
     if job.both and kernel.runs_on(job.matrix):
         data, data_t = kernel.cast_both(job.matrix, scale, dtype)
         return Codes(data, scale, data_t)
