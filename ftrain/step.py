@@ -90,11 +90,8 @@ def make_train_step(
             kwargs = {} if weights is None else {"fp8": tree.combine(ports, known)}
             return _tensors(*loss(params, micro, **kwargs))
 
-        (grads, observed), values = accumulate(
-            lambda micro: grad_and_value(value)((params, ports), micro),
-            split(batch, micro_batches),
-            lambda total, new: (add(total[0], new[0]), maximum(total[1], new[1])),
-        )
+        summed = accumulate(value, split(batch, micro_batches), _combine)
+        (grads, observed), (_, values) = grad_and_value(summed)((params, ports))
         total, count = _over_ranks(values, mesh)
         if mesh.shape.tensor > 1:
             grads = sum_over_tensor(grads, plans, mesh)
@@ -199,6 +196,11 @@ def make_global_norm(mesh: Mesh, plans: Tree) -> Callable[[Tree], torch.Tensor]:
 def is_replicated_over_tensor(plan: Plan) -> bool:
     """Whether every tensor peer holds this parameter whole."""
     return plan.stored.dim_of("tensor") is None
+
+
+def _combine(total: tuple, new: tuple, *factor: torch.Tensor) -> tuple:
+    """Gradients add up; of what the ports saw the largest counts, whatever the loss is multiplied with."""
+    return add(total[0], new[0], *factor), maximum(total[1], new[1])
 
 
 def _tensors(total: torch.Tensor, count: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:

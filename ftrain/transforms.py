@@ -1,13 +1,14 @@
 """Function transforms: linearize (run now, pull gradients back later), accumulate over micro-batches, jit.
 
-`torch.func` is the outermost transform of a train step; what is here serves the layer fold below it.
+`torch.func` is the outermost transform of a train step; what is here makes the primitives below it.
 """
 
 import shutil
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -196,24 +197,105 @@ def grad_and_value(fn: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[...,
 # --- accumulate -------------------------------------------------------------------------------------------------
 
 
-def accumulate(
-    grad_fn: Callable[[Any], tuple[Tree, Any]], batches: Iterable[Any], combine: Callable[[Tree, Tree], Tree]
-) -> tuple[Tree, list]:
-    """`grad_fn(batch) -> (grads, value)` over micro-batches: the gradients combined, and the list of values.
+def accumulate(fn: Callable, batches: Sequence[Any], combine: Callable) -> Callable[[Tree], tuple[torch.Tensor, list]]:
+    """`fn(tree, batch) -> (scalar, aux)` to `tree -> (sum of the scalars, the (scalar, aux) of every batch)`.
 
-    Where losses are sums over tokens, `add` as `combine` weights every token alike, however tokens fall in batches.
+    combine: (total, grads) -> the gradients so far; (total, grads, factor) -> with total times a 0-d factor. `add`,
+        where the scalars are sums over tokens: every token weighs the same, however tokens fall in batches.
+
+    The sum is one primitive to torch.func: its bookkeeping for every leaf of every primitive would take a CPU as long
+    as a small layer takes. Inside, autograd records, one batch at a time: a batch is pulled back before the next one
+    runs, the last one by the backward, whose cotangent is the factor of the others. Differentiable once.
     """
-    total, values = None, []
-    for batch in batches:
-        grads, value = grad_fn(batch)
-        values.append(value)
-        total = grads if total is None else combine(total, grads)
-        del grads  # else they would live until the next ones are made: a third tree of gradients
-    return total, values
+
+    def of(params: Tree) -> tuple[torch.Tensor, list]:
+        leaves, treedef = tree.flatten(params)
+        call = _Sum(fn, batches, combine, treedef)
+        total, *values = _Accumulate.apply(call, *leaves)
+        return total, tree.unflatten(call.valuesdef, values)
+
+    return of
 
 
-def add(total: Tree, grads: Tree) -> Tree:
-    """total + grads in float32 or better, in total's buffers where they are.
+@dataclass
+class _Sum:
+    """One call of accumulate, and what its forward leaves for its backward."""
+
+    fn: Callable
+    batches: Sequence[Any]
+    combine: Callable
+    treedef: Any
+    valuesdef: Any = None
+    total: Tree | None = None  # gradients of all batches but the last
+    pullback: Callable[[torch.Tensor], Tree] | None = None  # of the last
+
+    def forward(self, params: Tree) -> list[tuple[torch.Tensor, Any]]:
+        values = []
+        for batch in self.batches:
+            if self.pullback is not None:
+                grads, self.pullback = self.pullback(torch.ones_like(values[-1][0])), None
+                self.total = grads if self.total is None else self.combine(self.total, grads)
+                del grads  # else they would live until the next ones are made: a third tree of gradients
+            value, self.pullback = _recorded(self.fn, params, batch)
+            values.append(value)
+        return values
+
+    def backward(self, cotangent: torch.Tensor) -> Tree:
+        grads, self.pullback = self.pullback(cotangent), None
+        return grads if self.total is None else self.combine(self.total, grads, cotangent)
+
+
+def _recorded(fn: Callable, params: Tree, batch: Any) -> tuple[tuple[torch.Tensor, Any], Callable]:
+    """fn(params, batch), and the function from a cotangent of its scalar to the gradients of params, by autograd."""
+    leaves, treedef = tree.flatten(params)
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad_dtype = None  # any
+    with torch.enable_grad():
+        value, aux = fn(tree.unflatten(treedef, leaves), batch)
+
+    def pullback(cotangent: torch.Tensor) -> Tree:
+        if not value.requires_grad:
+            return tree.unflatten(treedef, [torch.zeros_like(leaf) for leaf in leaves])
+        return tree.unflatten(treedef, torch.autograd.grad(value, leaves, cotangent, materialize_grads=True))
+
+    return (value.detach(), tree.map(torch.Tensor.detach, aux)), pullback
+
+
+class _Accumulate(torch.autograd.Function):
+    @staticmethod
+    def forward(call, *leaves):
+        values = call.forward(tree.unflatten(call.treedef, list(leaves)))
+        flat, call.valuesdef = tree.flatten(values)
+        return sum(value for value, _ in values), *flat
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(output[0])
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return None, *_AccumulateBackward.apply(ctx.call, grad, *ctx.saved_tensors)
+
+
+class _AccumulateBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(call, grad, total):  # total only so that a second derivative comes here, and is refused
+        return tuple(tree.leaves(call.backward(grad)))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("accumulate is differentiable once: it has no second derivative")
+
+
+def add(total: Tree, grads: Tree, factor: torch.Tensor | None = None) -> Tree:
+    """total (times factor, 0-d) + grads in float32 or better, in total's buffers where they are.
 
     A buffer that two leaves share, as the gradient of both terms of a sum may be, or that is a number repeated, is
     left alone.
@@ -226,7 +308,10 @@ def add(total: Tree, grads: Tree) -> Tree:
     for i, leaf in enumerate(leaves):
         if wide[i] is leaf and (often[places[i]] > 1 or 0 in leaf.stride()):
             wide[i] = leaf.clone(memory_format=torch.contiguous_format)
-    if wide:
+    if factor is not None:
+        for leaf, grad in zip(wide, tree.leaves(grads), strict=True):
+            torch.addcmul(grad, leaf, factor, out=leaf)
+    elif wide:
         torch._foreach_add_(wide, tree.leaves(grads))
     return tree.unflatten(treedef, wide)
 

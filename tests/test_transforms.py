@@ -82,11 +82,66 @@ def test_gradients_pair_with_parameters_by_name_in_any_order():
         assert value == 16 and aux.tolist() == [2.0, 2.0] and not aux.requires_grad
 
 
-def test_accumulate_sums_in_the_first_gradients_buffers():
-    batches = [{"g": torch.full((2,), float(i))} for i in range(4)]
-    first = batches[0]["g"]
-    total, values = accumulate(lambda batch: (batch, len(batch)), batches, add)
-    assert total["g"] is first and total["g"].tolist() == [6.0, 6.0] and values == [1] * 4
+def squares(params, batch):
+    """Autograd hands a and b one gradient tensor; c has a gradient of stride 0, in bfloat16; d has none."""
+    loss = ((params["a"] + params["b"]) * batch).square().sum() + params["c"].bfloat16().sum()
+    return loss, batch.sum()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_accumulation_is_the_sum_and_its_gradient_the_gradient_of_the_sum(n):
+    params = {name: torch.full((3,), float(i)) for i, name in enumerate("abcd")}
+    batches = list(torch.arange(3.0 * n).view(n, 3))
+
+    def of_the_whole(params):
+        return 5 * sum(squares(params, batch)[0] for batch in batches), params["a"]
+
+    def accumulated(params):
+        total, values = accumulate(squares, batches, add)(params)
+        return 5 * total, values
+
+    grads, (total, values) = grad_and_value(accumulated)(params)
+    expected, (whole, _) = grad_and_value(of_the_whole)(params)
+    assert total == whole and [aux.tolist() for _, aux in values] == [batch.sum() for batch in batches]
+    assert [value.tolist() for value, _ in values] == [squares(params, batch)[0] for batch in batches]
+    assert not any(leaf.requires_grad for leaf in tree.leaves((grads, total, values)))
+    for name in params:
+        assert torch.equal(grads[name].float(), expected[name].float()), name
+
+
+def test_a_batch_is_pulled_back_before_the_next_one_runs():
+    order = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w, i):
+            order.append(f"forward {i}")
+            ctx.i = i
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            order.append(f"backward {ctx.i}")
+            return grad.expand(2), None
+
+    grad_and_value(accumulate(lambda w, i: (Seen.apply(w, i), w), range(3), add))(torch.ones(2))
+    assert order == [f"{half} {i}" for i in range(3) for half in ("forward", "backward")]
+
+
+def test_an_accumulation_has_no_second_derivative():
+    def gradient(w):
+        return grad_and_value(accumulate(lambda w, by: ((w**3 * by).sum(), w), [1.0, 2.0], add))(w)[0].sum()
+
+    with pytest.raises(RuntimeError, match="accumulate is differentiable once"):
+        torch.func.grad(gradient)(torch.ones(2))
+
+
+def test_a_sum_takes_over_the_first_ones_buffers():
+    total = {"g": torch.full((2,), 3.0)}
+    got = add(total, {"g": torch.ones(2)})
+    assert got["g"] is total["g"] and got["g"].tolist() == [4.0, 4.0]
+    got = add(total, {"g": torch.ones(2, dtype=torch.bfloat16)}, torch.tensor(0.5))
+    assert got["g"] is total["g"] and got["g"].tolist() == [3.0, 3.0]
 
 
 def test_buffers_that_leaves_share_are_not_added_to_twice():
