@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ftrain import fp8
+from ftrain import fp8, tree
 from ftrain.collectives import all_reduce_max
 from ftrain.fp8.use import Fp8
 from ftrain.fsdp import Gather, make_gather
@@ -64,6 +64,13 @@ class Execution:
             power_of_two=operand is not None and operand.power_of_two,
             mark=self.mark,
         )
+
+    def prepare(self, params: Any) -> Any:
+        """`params` as all micro-batches of a step share them: in the compute dtype where each would cast and keep them
+        (nothing travels, nothing is in fp8, reshard_after_forward is false), else as they are."""
+        if self.reshard_after_forward or self.mesh.group("shard") is not None or self.fp8.recipe.is_fp8:
+            return params
+        return tree.map(lambda param: param.to(self.compute_dtype), params)
 
     def post(self, abstract: Any) -> tuple[Callable, ...]:
         """The transforms that run wherever parameters are made (fp8.make_post); none where nothing is kept."""

@@ -6,6 +6,8 @@ forward and backward only the residuals remain, and under `remat` only the layer
 
     forward    gather i+1 | run i, drop its weights
     backward   gather i-1 | pull i back, drop its weights | reduce i, while i-1 is pulled back
+
+Where nothing is gathered, cast, reduced or run again there is nothing to schedule: autograd alone is quicker then.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ import torch
 from ftrain import tree
 from ftrain.fsdp import Gather
 from ftrain.marks import BACKWARD, FORWARD
-from ftrain.transforms import add, linearize
+from ftrain.transforms import add, is_active, linearize
 from ftrain.tree import Tree
 
 
@@ -48,6 +50,10 @@ def fold(
     `layers` are trees that the gather of the same index understands (fsdp.Layer). Differentiable in the layers and
     x, once; under torch.no_grad it keeps nothing.
     """
+    if kept_layers(remat, len(layers)) == len(layers) and _nothing_to_schedule(layers, gathers):
+        for layer in layers:
+            x = block(layer.params, x, *consts)
+        return x
     run = _Run(block, tuple(gathers), kept_layers(remat, len(layers)))
     if not torch.is_grad_enabled():
         run.layers, run.consts = tuple(layers), consts
@@ -64,12 +70,19 @@ def sum_over_chunks(
     For a loss over a large vocabulary: one chunk's logits exist at a time, and what is kept for the backward is the
     gradient of each x and of this rank's shards. Differentiable in the layer and xs, once.
     """
+    if len(xs) == 1 and _nothing_to_schedule([layer], [gather]):
+        return fn(layer.params, xs[0], *consts[0])
     if not torch.is_grad_enabled():
         weights = gather.start(layer).wait()
         return sum(fn(weights, x, *c) for x, c in zip(xs, consts, strict=True))
     leaves, treedef = tree.flatten((list(consts), layer))
     total, *_ = _SumOverChunks.apply(_Chunks(fn, gather, treedef, len(xs)), *xs, *leaves)
     return total
+
+
+def _nothing_to_schedule(layers: Sequence[Tree], gathers: Sequence[Gather]) -> bool:
+    """Whether no layer is gathered, cast or reduced. torch.func is always given a primitive: it would record more."""
+    return not is_active() and all(gather.is_idle(layer) for gather, layer in zip(gathers, layers, strict=True))
 
 
 @dataclass

@@ -104,6 +104,13 @@ class Gather:
         """Whether the weights are there after their layer has run, whatever anyone keeps of them."""
         return self.keep or self.is_identity
 
+    def is_idle(self, layer: Layer) -> bool:
+        """Whether there is nothing to do for `layer`, nor to tell a profile: its weights are its shards as they are."""
+        if not (self.group is None and self.replicate is None and self.mark is unmarked):
+            return False
+        pairs = zip(self.wires, tree.leaves(layer.params), strict=True)
+        return all(wire.fp8 is None and shard.dtype == wire.compute_dtype for wire, shard in pairs)
+
     @property
     def bytes_per_rank(self) -> int:
         """Bytes that each rank contributes to one all-gather."""

@@ -98,6 +98,7 @@ class Run:
             donate=True,
             skip_nonfinite=recipe.train.on_nonfinite == "skip",
             mark=mark,
+            prepare=self.execution.prepare,
         )
         self._evaluate = make_eval_step(self.model.loss, mesh=self.mesh)
 

@@ -59,6 +59,7 @@ def make_train_step(
     donate: bool = False,
     skip_nonfinite: bool = False,
     mark: Mark = unmarked,
+    prepare: Callable[[Tree], Tree] = lambda params: params,
 ) -> Callable[[TrainState, dict], tuple[TrainState, dict]]:
     """A pure `step(state, batch) -> (state, metrics)`.
 
@@ -71,6 +72,8 @@ def make_train_step(
         the old state then hold the new values: use only the state that comes out.
     skip_nonfinite: where the loss or the gradient's norm is not finite, on any rank, nothing but `step` changes.
     mark: names what runs, for a profile (marks.py).
+    prepare: params -> what the loss is given and differentiated at, so that work which every micro-batch would do again
+        is done once (Execution.prepare).
     metrics: loss (mean per token over all ranks), grad_norm (global, before clipping), tokens: 0-d tensors; lr: float.
         Where no token counts, the loss and the gradient are 0. With skip_nonfinite also skipped: bool; grad_norm is
         then NaN where the loss is not finite.
@@ -91,7 +94,7 @@ def make_train_step(
             return _tensors(*loss(params, micro, **kwargs))
 
         summed = accumulate(value, split(batch, micro_batches), _combine)
-        (grads, observed), (_, values) = grad_and_value(summed)((params, ports))
+        (grads, observed), (_, values) = grad_and_value(summed)((prepare(params), ports))
         total, count = _over_ranks(values, mesh)
         if mesh.shape.tensor > 1:
             grads = sum_over_tensor(grads, plans, mesh)

@@ -194,6 +194,11 @@ def grad_and_value(fn: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[...,
     return of
 
 
+def is_active() -> bool:
+    """Whether a transform of torch.func is at work on what is called now; inside a primitive none is."""
+    return torch._C._are_functorch_transforms_active()
+
+
 # --- accumulate -------------------------------------------------------------------------------------------------
 
 

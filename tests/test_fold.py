@@ -66,6 +66,15 @@ def test_the_fold_has_the_gradients_of_a_plain_loop():
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_where_there_is_nothing_to_schedule_autograd_alone_has_the_same_bits():
+    gathers, params = setup()
+    leaves = [leaf.requires_grad_() for leaf in (inputs(), *tree.leaves(params))]
+    value = fold(block, [Layer(p) for p in params["layers"]], leaves[0], gathers=gathers).square().sum()
+    assert "Fold" not in str(value.grad_fn.next_functions[0][0].next_functions), "a primitive, with nothing to schedule"
+    for a, b in zip([value, *torch.autograd.grad(value, leaves)], gradients(), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("remat", ["full", 0.0, 0.25, 0.6, 1.0])
 def test_remat_changes_no_bit_of_the_gradients(remat):
     for a, b in zip(gradients(remat), gradients("none"), strict=True):
@@ -108,7 +117,7 @@ def test_no_grad_keeps_nothing():
 def test_a_second_derivative_is_refused():
     gathers, params = setup()
     x = inputs().requires_grad_()
-    y = fold(block, [Layer(p) for p in params["layers"]], x, gathers=gathers).square().sum()
+    y = fold(block, [Layer(p) for p in params["layers"]], x, gathers=gathers, remat="full").square().sum()
     (first,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once"):
         torch.autograd.grad(first.sum(), x)

@@ -3,10 +3,12 @@
 import gc
 import math
 import resource
+from collections import Counter
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftrain import Run, load_recipe, optim, tree
 from ftrain.execution import Execution
@@ -303,6 +305,33 @@ def test_a_compiled_run_with_remat_and_accumulation_is_the_plain_one():
     got, expected = series(compile=True, remat=0.5, micro_batches=2), series()
     check_close(got["metrics"], expected["metrics"])
     check_close(got["params"], expected["params"], 1e-3)  # AdamW makes much of gradients that are nearly 0
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of float32 to bfloat16 by shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float32 != result.dtype:
+            self.shapes[tuple(args[0].shape)] += 1
+        return result
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_weights_that_are_kept_are_cast_once_a_step(kept):
+    options = ("precision.compute=bfloat16", f"parallel.reshard_after_forward={str(not kept).lower()}")
+    run = tiny_run(*options, "train.micro_batch_size=1")
+    with Casts() as casts:
+        state, metrics = run.step(run.init(), run.batch(0))
+    up = (CFG.ffn_dim, CFG.dim)  # of two weights in every layer; else cast for every forward and every backward
+    assert casts.shapes[up] == 2 * CFG.n_layers * (1 if kept else 4 * 2)
+    _, expected = tiny_run(*options[:1]).step(run.init(), run.batch(0))
+    check_close(metrics["grad_norm"], expected["grad_norm"], 1e-2)
+    assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(state.params))
 
 
 # --- long runs ---------------------------------------------------------------------------------------------

@@ -132,7 +132,14 @@ def rehearse(recipe: Recipe, shape: MeshShape, rank: int = 0, most: int = MICRO_
 
     optimizer = run.optimizer._replace(norm=norm, apply=run.optimizer.apply and in_place)
     step = make_train_step(
-        loss, optimizer, run.post, mesh=mesh, plans=run.plans, micro_batches=micro_batches, donate=True
+        loss,
+        optimizer,
+        run.post,
+        mesh=mesh,
+        plans=run.plans,
+        micro_batches=micro_batches,
+        donate=True,
+        prepare=run.execution.prepare,
     )
     with warnings.catch_warnings(), mesh.known(), ledger:
         warnings.simplefilter("ignore")
