@@ -12,7 +12,7 @@ with the same numbers.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 FUSED_DEVICES = ("cpu", "cuda")  # where torch._fused_adamw_ was tried
+PIECE = 1 << 22  # elements that the plain rule works on at once
 
 
 class Optimizer(NamedTuple):
@@ -62,7 +63,8 @@ class Optimizer(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """count: updates made; mu, nu: moments, fp32 (fp64 for fp64 parameters), in the structure of params."""
+    """count: updates made; mu, nu: moments, fp32 (fp64 for fp64 parameters) unless `adamw` was asked for another
+    dtype, in the structure of params."""
 
     count: int
     mu: Tree
@@ -201,19 +203,25 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     mask: Tree | Callable[[Tree], Tree] | None = None,
+    moments: torch.dtype = torch.float32,
 ) -> Optimizer:
     """Adam with decoupled weight decay (arXiv:1711.05101, algorithm 2), the same numbers as
     torch.optim.AdamW.
 
     mask: which leaves decay, a tree of bools or a function from params to one. Default: those of two dims or
         more, so that norms do not.
+    moments: the dtype in which moments are kept between updates (at least float32 for parameters wider than that).
+        In bfloat16 each is rounded to nearest once an update; the arithmetic stays in float32. Raises ValueError for
+        betas so near 1 that a moment's decay would be rounded away.
     """
     beta1, beta2 = betas
     rate = _as_schedule(lr)
+    _check_decays("adamw", betas, moments)
 
     def init(params: Tree) -> AdamState:
         _check_leaves(params)
-        return AdamState(0, tree.map(_moment, params), tree.map(_moment, params))
+        mu, nu = (tree.map(lambda param: _moment(param, moments), params) for _ in range(2))
+        return AdamState(0, mu, nu)
 
     def update(grads: Tree, state: AdamState, params: Tree) -> tuple[Tree, AdamState]:
         _check_same(params, grads)
@@ -224,9 +232,12 @@ def adamw(
             adam = m / (v.sqrt() / second + eps) * (-now / first)
             return adam - now * weight_decay * p if decays else adam
 
-        mu = tree.map(lambda m, g: m.lerp(g.to(m.dtype), 1 - beta1), state.mu, grads)
-        nu = tree.map(lambda v, g: v * beta2 + (1 - beta2) * g.to(v.dtype).square(), state.nu, grads)
-        return tree.map(change, mu, nu, params, _decaying(mask, params)), AdamState(count, mu, nu)
+        mu, nu = tree.map(_wide, state.mu), tree.map(_wide, state.nu)
+        mu = tree.map(lambda m, g: m.lerp(g.to(m.dtype), 1 - beta1), mu, grads)
+        nu = tree.map(lambda v, g: v * beta2 + (1 - beta2) * g.to(v.dtype).square(), nu, grads)
+        updates = tree.map(change, mu, nu, params, _decaying(mask, params))
+        mu, nu = (tree.map(lambda new, old: new.to(old.dtype), *pair) for pair in ((mu, state.mu), (nu, state.nu)))
+        return updates, AdamState(count, mu, nu)
 
     def apply(grads: Tree, state: AdamState, params: Tree, *, scale, norm, donate) -> tuple[Tree, AdamState]:
         for moments in (state.mu, state.nu):
@@ -258,23 +269,26 @@ def sgd(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     mask: Tree | Callable[[Tree], Tree] | None = None,
+    moments: torch.dtype = torch.float32,
 ) -> Optimizer:
-    """Gradient descent with heavy-ball momentum and decoupled weight decay. `mask` as in `adamw`."""
+    """Gradient descent with heavy-ball momentum and decoupled weight decay. `mask` and `moments` as in `adamw`."""
     rate = _as_schedule(lr)
+    _check_decays("sgd", (momentum,), moments)
 
     def init(params: Tree) -> SgdState:
         _check_leaves(params)
-        return SgdState(0, tree.map(_moment, params) if momentum else None)
+        return SgdState(0, tree.map(lambda param: _moment(param, moments), params) if momentum else None)
 
     def update(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
         _check_same(params, grads)
         now = rate(state.count + 1)
-        mu = tree.map(lambda m, g: m * momentum + g.to(m.dtype), state.mu, grads) if momentum else None
+        mu = tree.map(lambda m, g: _wide(m) * momentum + g, state.mu, grads) if momentum else None
 
         def change(m: torch.Tensor, p: torch.Tensor, decays: bool) -> torch.Tensor:
             return -now * (m + weight_decay * p if decays else m)
 
         updates = tree.map(change, mu if momentum else grads, params, _decaying(mask, params))
+        mu = tree.map(lambda new, old: new.to(old.dtype), mu, state.mu) if momentum else None
         return updates, SgdState(state.count + 1, mu)
 
     return Optimizer(init, update, lr=lambda state: rate(state.count + 1))
@@ -287,8 +301,25 @@ def _as_schedule(lr: float | Schedule) -> Schedule:
     return lr if callable(lr) else lambda step: lr
 
 
-def _moment(param: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
+def _check_decays(name: str, betas: tuple[float, ...], moments: torch.dtype) -> None:
+    """Raises ValueError where a moment kept as `moments` would not decay: rounding to nearest undoes a change of less
+    than half of a unit in the last place, up to eps / 2 of the moment."""
+    most = 1 - torch.finfo(moments).eps / 2
+    if max(betas) > most:
+        raise ValueError(
+            f"{name}: betas={betas} with {str(moments).removeprefix('torch.')} moments: a moment that decays by "
+            f"{1 - max(betas):.2g} an update is rounded back to what it was; use betas up to {most:g}, or float32"
+        )
+
+
+def _moment(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    wide = torch.promote_types(param.dtype, torch.float32)
+    return torch.zeros_like(param, dtype=dtype if wide == torch.float32 else wide)
+
+
+def _wide(moment: torch.Tensor) -> torch.Tensor:
+    """A moment as arithmetic takes it: in float32 at least."""
+    return moment.to(torch.promote_types(moment.dtype, torch.float32))
 
 
 def _decaying(mask: Tree | Callable[[Tree], Tree] | None, params: Tree) -> Tree:
@@ -315,8 +346,9 @@ def _check_same(params: Tree, other: Tree) -> None:
             raise ValueError(f"{path}: the parameter is {tuple(p.shape)}, its gradient or update {tuple(g.shape)}")
 
 
-def _kernel_fits(*tensors: torch.Tensor) -> bool:
-    return all(t.dtype == torch.float32 and t.is_contiguous() and kernel.runs_on(t) for t in tensors)
+def _kernel_fits(p: torch.Tensor, *moments: torch.Tensor) -> bool:
+    dtypes = p.dtype == torch.float32 and all(m.dtype in kernel.MOMENTS for m in moments)
+    return dtypes and all(t.is_contiguous() and kernel.runs_on(t) for t in (p, *moments))
 
 
 def _factor(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Tensor:
@@ -324,7 +356,7 @@ def _factor(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Ten
 
 
 def _workable(grads, moments, *, overwrite: bool, keep: bool) -> list[torch.Tensor]:
-    """Gradients as the in-place kernel needs them: contiguous, in the moments' dtype, and free to be overwritten.
+    """Gradients as the in-place kernel needs them: contiguous, in the arithmetic's dtype, free to be overwritten.
 
     The kernel reads the four tensors of a leaf as flat memory: a transposed gradient would pair wrong
     elements.
@@ -333,7 +365,7 @@ def _workable(grads, moments, *, overwrite: bool, keep: bool) -> list[torch.Tens
     """
     result, seen = [], set()
     for grad, m in zip(grads, moments, strict=True):
-        g = grad.to(m.dtype).contiguous()
+        g = grad.to(torch.promote_types(m.dtype, torch.float32)).contiguous()
         if overwrite and (g.data_ptr() in seen or (keep and g.data_ptr() == grad.data_ptr())):
             g = g.clone()
         seen.add(g.data_ptr())
@@ -370,9 +402,17 @@ def _adamw_(params, grads, mu, nu, *, scale, count, lr, beta1, beta2, eps, weigh
         )
     first, second = 1 - beta1**count, math.sqrt(1 - beta2**count)
     for i in rest:
-        p, g, m, v = params[i], grads[i], mu[i], nu[i]
-        g = g if scale is None else g * scale
-        m.lerp_(g, 1 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        denominator = v.sqrt().div_(second).add_(eps)
-        p.copy_(p.to(m.dtype).mul(1 - lr * weight_decay).addcdiv_(m, denominator, value=-lr / first))
+        for p, g, m, v in _pieces(params[i], grads[i], mu[i], nu[i]):
+            g = g if scale is None else g * scale
+            m_, v_ = _wide(m).lerp_(g, 1 - beta1), _wide(v).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            denominator = v_.sqrt().div_(second).add_(eps)
+            p.copy_(p.to(m_.dtype).mul(1 - lr * weight_decay).addcdiv_(m_, denominator, value=-lr / first))
+            if m_ is not m:
+                m.copy_(m_), v.copy_(v_)
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tensors of one shape in equal parts, so that what is widened is small beside what stays."""
+    if not all(t.is_contiguous() for t in tensors):
+        return iter([tensors])
+    return zip(*(t.view(-1).split(PIECE) for t in tensors), strict=True)

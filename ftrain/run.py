@@ -227,10 +227,11 @@ def make_optimizer(recipe: Recipe, norm=optim.global_norm) -> optim.Optimizer:
         decay_steps=rates.decay_steps,
         min_lr_ratio=rates.min_lr_ratio,
     )
+    common = {"weight_decay": options.weight_decay, "moments": DTYPES[recipe.precision.moments]}
     if options.name == "sgd":
-        rule = optim.sgd(lr, momentum=options.betas[0], weight_decay=options.weight_decay)
+        rule = optim.sgd(lr, momentum=options.betas[0], **common)
     else:
-        rule = optim.adamw(lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
+        rule = optim.adamw(lr, betas=options.betas, eps=options.eps, **common)
     return optim.chain(optim.clip_by_global_norm(options.clip_norm or float("inf"), norm=norm), rule)
 
 

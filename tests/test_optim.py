@@ -99,6 +99,7 @@ CHAINS = {
     "nested": lambda: optim.chain(
         optim.chain(optim.clip_by_global_norm(3.0)), optim.chain(optim.clip_by_global_norm(0.5), rule())
     ),
+    "low moments": lambda: optim.chain(optim.clip_by_global_norm(0.7), rule(moments=torch.bfloat16)),
 }
 
 
@@ -181,6 +182,52 @@ def test_moments_are_at_least_fp32(dtype):
     slow, _, _ = optim.step(by_hand(optimizer), grads, state, params, scale=torch.tensor(0.1))
     assert {leaf.dtype for leaf in tree.leaves(fast)} == {dtype}
     close(fast, slow, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["update", "apply"])
+def test_moments_in_bf16_are_rounded_once_an_update_and_nothing_else_is(fast):
+    low, exact = (rule(moments=dtype) for dtype in (torch.bfloat16, torch.float32))
+    low, exact = (low, exact) if fast else (by_hand(low), by_hand(exact))
+    params = params_of()
+    state, truth = low.init(params), exact.init(params)
+    for i in range(5):
+        grads = params_of(seed=i)
+        new, state, _ = optim.step(low, grads, state, params)
+        expected, truth, _ = optim.step(exact, grads, truth, params)
+        close(new, expected)
+        close(state, tree.map(lambda x: x.bfloat16() if isinstance(x, torch.Tensor) else x, truth), rtol=0, atol=0)
+        assert {leaf.dtype for leaf in tree.leaves((state.mu, state.nu))} == {torch.bfloat16}
+        params, truth = new, tree.map(lambda x: x.float() if isinstance(x, torch.Tensor) else x, state)
+
+
+def test_large_leaves_are_widened_in_pieces_and_come_out_the_same(monkeypatch):
+    optimizer = rule(moments=torch.bfloat16)
+    params, grads = params_of(), params_of(seed=1)
+    state = optimizer.init(params)
+    whole = optim.step(optimizer, grads, state, params)[:2]
+    monkeypatch.setattr(optim, "PIECE", 8)
+    assert same(optim.step(optimizer, grads, state, params)[:2], whole)
+
+
+def test_momentum_can_be_kept_in_bf16():
+    low, exact = (optim.sgd(0.1, momentum=0.9, moments=dtype) for dtype in (torch.bfloat16, torch.float32))
+    params, grads = params_of(), params_of(seed=1)
+    new, state, _ = optim.step(low, grads, low.init(params), params)
+    expected, truth, _ = optim.step(exact, grads, exact.init(params), params)
+    close(new, expected)
+    close(state.mu, tree.map(torch.Tensor.bfloat16, truth.mu), rtol=0, atol=0)
+
+
+def test_a_decay_that_low_precision_moments_would_round_away_is_refused():
+    optim.adamw(1e-3, (0.9, 0.99), moments=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"0\.999.*bfloat16.*0\.001 .*0\.99609"):
+        optim.adamw(1e-3, (0.9, 0.999), moments=torch.bfloat16)
+    with pytest.raises(ValueError, match="sgd"):
+        optim.sgd(0.1, momentum=0.998, moments=torch.bfloat16)
+    # What the bound says: half of the moment's own decay is the most that rounding to nearest can undo.
+    for beta, stays in ((0.999, True), (0.99, False)):
+        v = torch.tensor([1.0, 1.01, 1.5, 1.99]).bfloat16()
+        assert ((v.float() * beta).bfloat16() == v).any().item() is stays
 
 
 def test_leaves_pair_by_name_whatever_the_order_of_the_keys():

@@ -69,6 +69,10 @@ def problems(path, overrides=(), **kwargs) -> list[str]:
         ("[data]\nlr = 1.0", ["data.lr = 1.0", "belongs in [optimizer]"]),
         ("[train]\nevery = 1", ["train.every = 1", "[checkpoint] or [validation]"]),
         ("[train]\nwarmup = 1", ["train.warmup = 1", "schedule.warmup_steps?"]),
+        (
+            '[precision]\nmoments = "bfloat16"\n[optimizer]\nbetas = [0.9, 0.999]',
+            ["optimizer.betas = [0.9, 0.999]", 'precision.moments = "bfloat16"', "0.001 a step", "0.99609"],
+        ),
         ("steps = 3", ["steps = 3", "outside any table", "[train]"]),
         ("train = 3", ["train = 3", "expected a table"]),
         ('[fp8]\nrecipe = "tensorwise"\nskip = "output"', ["fp8.skip", "a list of strings", "a string"]),

@@ -2,7 +2,7 @@
 
 torch's fused kernel wants the gradient in the parameter's dtype and writes it back when it is scaled. This one reads a
 bfloat16 gradient as it is and the clip factor from the device, and writes nothing but the parameter and its moments:
-26 bytes an element instead of 34, with the copy to float32 before it.
+26 bytes an element instead of 34, with the copy to float32 before it; 18 where moments are kept in bfloat16.
 """
 
 from functools import cache
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ftrain.kernels import HAS_TRITON
+
+MOMENTS = (torch.float32, torch.bfloat16)  # dtypes that the moments may be kept in
 
 
 def adamw_(
@@ -27,8 +29,9 @@ def adamw_(
     weight_decay: float,
     count: int,
 ) -> None:
-    """One update of AdamW (arXiv:1711.05101, algorithm 2) in place. p, m, v: float32, g: float32 or bfloat16, one
-    shape, contiguous. factor: float32 (), multiplies the gradient. count: the number of this update, from 1."""
+    """One update of AdamW (arXiv:1711.05101, algorithm 2) in place, in float32. p: float32; g, m, v: float32 or
+    bfloat16; one shape, contiguous. factor: float32 (), multiplies the gradient. count: the number of this update,
+    from 1."""
     scalars = (
         1.0 - beta1,
         1.0 - beta2,
@@ -51,9 +54,11 @@ def _plain(p, g, m, v, factor, beta1, beta2, eps, scalars) -> None:
     # Every product is rounded before it is added, as in the kernel: no fused multiply-add, on any device.
     one_minus_beta1, one_minus_beta2, decay, rate, correction = scalars
     g = g.float() * factor
-    m.copy_(m * beta1 + g * one_minus_beta1)
-    v.copy_(v * beta2 + (g * g) * one_minus_beta2)
-    p.copy_(p * decay - (m / (v.sqrt() * correction + eps)) * rate)
+    new_m = m.float() * beta1 + g * one_minus_beta1
+    new_v = v.float() * beta2 + (g * g) * one_minus_beta2
+    m.copy_(new_m)
+    v.copy_(new_v)
+    p.copy_(p * decay - (new_m / (new_v.sqrt() * correction + eps)) * rate)
 
 
 def _launch(p, g, m, v, factor, beta1, beta2, eps, scalars) -> None:
@@ -78,8 +83,8 @@ def _kernel():
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         here = at < n
         g = tl.load(g_ptr + at, here, other=0.0).to(tl.float32) * tl.load(factor_ptr)
-        m = tl.load(m_ptr + at, here, other=0.0) * beta1 + g * one_minus_beta1
-        v = tl.load(v_ptr + at, here, other=0.0) * beta2 + (g * g) * one_minus_beta2
+        m = tl.load(m_ptr + at, here, other=0.0).to(tl.float32) * beta1 + g * one_minus_beta1
+        v = tl.load(v_ptr + at, here, other=0.0).to(tl.float32) * beta2 + (g * g) * one_minus_beta2
         step = tl.div_rn(m, tl.sqrt_rn(v) * correction + eps)
         p = tl.load(p_ptr + at, here, other=0.0) * decay - step * rate
         tl.store(m_ptr + at, m, here)

@@ -274,6 +274,17 @@ def _fp8_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
     yield from in_fp8.problems(tree.names(module.abstract(config)), tensor=tensor)
 
 
+def _moments_problems(recipe: Recipe, world_size: int | None) -> Iterator[str]:
+    """As optim does, which would import torch: bfloat16 rounds a slower decay away."""
+    slowest = max(recipe.optimizer.betas[: 1 if recipe.optimizer.name == "sgd" else 2])
+    if recipe.precision.moments == "bfloat16" and slowest > 1 - 2**-8:
+        yield (
+            f'optimizer.betas = {show(recipe.optimizer.betas)} with precision.moments = "bfloat16": a moment that '
+            f"decays by {1 - slowest:.2g} a step is rounded back to what it was; use betas up to {1 - 2**-8:g}, or "
+            'precision.moments = "float32".'
+        )
+
+
 _Check = Callable[[Recipe, int | None], Iterator[str]]
 _CROSS_CHECKS: tuple[tuple[tuple[str, ...], _Check], ...] = (
     (("schedule.warmup_steps", "train.steps"), _warmup_problems),
@@ -282,6 +293,7 @@ _CROSS_CHECKS: tuple[tuple[tuple[str, ...], _Check], ...] = (
     (("model", "parallel", "data.seq_len"), _tensor_problems),
     (("data.global_batch_size", "train.micro_batch_size", "parallel"), _batch_problems),
     (("fp8", "model", "parallel"), _fp8_problems),
+    (("optimizer.betas", "optimizer.name", "precision.moments"), _moments_problems),
 )
 
 

@@ -112,6 +112,9 @@ class Precision:
         choices=("compute", "params"),
     )
     reduce: str = key("float32", "gradients while they are summed over ranks", choices=DTYPES)
+    moments: str = key(
+        "float32", "the optimizer's moments as kept between steps; its arithmetic is float32", choices=DTYPES
+    )
 
 
 @dataclass(frozen=True)
