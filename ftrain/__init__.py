@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import collectives, fp8, hf, optim, sharding
+    from . import collectives, fp8, hf, optim, sharding, tree
     from .models import llama
     from .recipe import Recipe, RecipeError, load_recipe
     from .run import Run
@@ -21,6 +21,7 @@ _WHERE = {
     "hf": ("ftrain.hf", None),
     "optim": ("ftrain.optim", None),
     "sharding": ("ftrain.sharding", None),
+    "tree": ("ftrain.tree", None),
     "llama": ("ftrain.models.llama", None),
     "Recipe": ("ftrain.recipe", "Recipe"),
     "RecipeError": ("ftrain.recipe", "RecipeError"),
@@ -49,6 +50,7 @@ __all__ = [
     "make_train_step",
     "optim",
     "sharding",
+    "tree",
 ]
 
 
