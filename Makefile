@@ -8,7 +8,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Two workers, a file to each: every worker keeps its own ranks, which take memory.
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench notebooks clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ftrain train debug --out runs/debug
@@ -24,6 +24,10 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.step_cpu
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.data
+
+# Runs docs/notebooks in place: what a cell shows in the repository is what it gave here.
+notebooks: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python tests/notebooks.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs
