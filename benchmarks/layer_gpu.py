@@ -34,10 +34,11 @@ def ftrain_layers(overrides):
     from ftrain.fsdp import Layer
     from ftrain.models import llama
     from ftrain.nn import rope_frequencies, rope_table
+    from ftrain.recipe import load_recipe, model_config
     from ftrain.sharding import Mesh
 
-    recipe = ftrain.load_recipe("llama3-8b", (f"model.n_layers={LAYERS}", "model.vocab_size=256", *overrides))
-    cfg = ftrain.recipe.model_config(recipe.model)
+    recipe = load_recipe("llama3-8b", (f"model.n_layers={LAYERS}", "model.vocab_size=256", *overrides))
+    cfg = model_config(recipe.model)
     declared = llama.abstract(cfg)
     execution = Execution(
         mesh=Mesh(device=torch.device("cuda")),
@@ -71,9 +72,9 @@ def peer_layers(recipe):
     import torch
     from plain_llama import Llama
 
-    import ftrain
+    from ftrain.recipe import load_recipe, model_config
 
-    cfg = ftrain.recipe.model_config(ftrain.load_recipe("llama3-8b", (f"model.n_layers={LAYERS}",)).model)
+    cfg = model_config(load_recipe("llama3-8b", (f"model.n_layers={LAYERS}",)).model)
     model = Llama(cfg, POSITIONS)
     layers = model.layers.to("cuda", torch.bfloat16)
     cos, sin = model.cos.cuda(), model.sin.cuda()

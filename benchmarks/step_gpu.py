@@ -36,7 +36,7 @@ VARIANTS = {
 }
 
 
-def measure(name: str, recipe: str, overrides: list[str], steps: int, profile: bool) -> dict:
+def measure(name: str, recipe: str, overrides: list[str], warmup: int, steps: int, profile: bool) -> dict:
     import torch
 
     import ftrain
@@ -44,7 +44,7 @@ def measure(name: str, recipe: str, overrides: list[str], steps: int, profile: b
     run = ftrain.Run(ftrain.load_recipe(recipe, (*BASE, *VARIANTS[name], *overrides)))
     state = run.init()
     batch = run.batch(0)
-    for _ in range(5):
+    for _ in range(warmup):
         state, metrics = run.step(state, batch)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(VARIANTS))
     parser.add_argument("--recipe", default="llama3-8b")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=5, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--profile", action="store_true")
@@ -121,12 +122,16 @@ def main() -> None:
     args = parser.parse_args()
     overrides = [f"model.n_layers={args.layers}", *args.overrides]
     if args.one:
-        print("RESULT", json.dumps(measure(args.one, args.recipe, overrides, args.steps, args.profile)), flush=True)
+        print(
+            "RESULT",
+            json.dumps(measure(args.one, args.recipe, overrides, args.warmup, args.steps, args.profile)),
+            flush=True,
+        )
         return
     results = []
     for name in args.names:
         command = [sys.executable, __file__, "--one", name, "--recipe", args.recipe, "--layers", str(args.layers)]
-        command += ["--steps", str(args.steps), *(["--profile"] if args.profile else [])]
+        command += ["--warmup", str(args.warmup), "--steps", str(args.steps), *(["--profile"] if args.profile else [])]
         command += [part for override in args.overrides for part in ("--set", override)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
         *log, last = done.stdout.strip().splitlines() or [""]
