@@ -2,7 +2,7 @@
 
 The peer is the ordinary nn.Module of plain_llama.py, converted by torchao 0.17 where the name says so, and compiled.
 Both run LAYERS layers one after another on 8192 positions with bf16 parameters; the time is that of all, divided. Each
-name runs in a process of its own; a table is printed last.
+name runs in a process of its own and is one line of the table.
 """
 
 import argparse
@@ -126,16 +126,14 @@ def main() -> None:
     if args.one:
         print("RESULT", json.dumps(measure(args.one, args.repeats)), flush=True)
         return
-    rows = []
+    print(f"{'one layer of ' + str(LAYERS):18s} {'ms':>8s} {'min':>8s} {'max':>8s} {'GiB of all':>11s}")
     for name in args.names:
         command = [sys.executable, __file__, "--one", name, "--repeats", str(args.repeats)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         last = (done.stdout.strip().splitlines() or [""])[-1]
-        rows.append(json.loads(last.removeprefix("RESULT ")) if last.startswith("RESULT") else {"name": name})
-    print(f"{'one layer of ' + str(LAYERS):18s} {'ms':>8s} {'min':>8s} {'max':>8s} {'GiB of all':>11s}")
-    for r in rows:
-        numbers = f"{r['ms']:8.2f} {r['min']:8.2f} {r['max']:8.2f} {r['peak_gib']:11.1f}" if "ms" in r else "failed"
-        print(f"{r['name']:18s} {numbers}")
+        r = json.loads(last.removeprefix("RESULT ")) if last.startswith("RESULT") else {}
+        numbers = f"{r['ms']:8.2f} {r['min']:8.2f} {r['max']:8.2f} {r['peak_gib']:11.1f}" if r else "failed"
+        print(f"{name:18s} {numbers}", flush=True)
 
 
 if __name__ == "__main__":

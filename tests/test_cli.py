@@ -130,7 +130,7 @@ def test_degrees_that_do_not_make_the_world_are_said_once(tiny, sets):
 def test_two_runs_at_once(tiny):
     words = [*COMMAND, "train", tiny, "--nproc", "2", "--quiet", "--set", "train.steps=2"]
     runs = [subprocess.Popen(words, env=ENV) for _ in range(2)]
-    assert [run.wait(timeout=90) for run in runs] == [0, 0]
+    assert [run.wait(timeout=300) for run in runs] == [0, 0]
 
 
 FOREVER = ["--set", "train.steps=100000", "--set", "checkpoint.every=0", "--set", "validation.every=0"]
