@@ -10,8 +10,19 @@ import time
 import traceback
 from pathlib import Path
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
 import click
+
+import ftrain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from click.shell_completion import CompletionItem
+
+    from ftrain.launch import World
+    from ftrain.recipe import Recipe
 
 ABOUT = """
 \b
@@ -31,7 +42,7 @@ Exit codes:
 class Group(click.Group):
     """The command itself: its help says which recipes there are."""
 
-    def format_epilog(self, ctx, formatter):
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from ftrain.recipe import shipped
 
         self.epilog = ABOUT.format(shipped="\n  ".join(wrap(", ".join(shipped()), 76)))
@@ -41,7 +52,7 @@ class Group(click.Group):
 class Command(click.Command):
     """A command to which keys of the recipe are not options: one who tries is told how to give them."""
 
-    def parse_args(self, ctx, args):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -58,7 +69,7 @@ class Command(click.Command):
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ftrain")
 @click.pass_context
-def main(ctx):
+def main(ctx: click.Context) -> None:
     """Train Llama-family language models, on one core or many GPUs, with fp8 where it pays.
 
     \b
@@ -80,7 +91,7 @@ def recipe_keys() -> dict[str, dataclasses.Field]:
     return {f"{table}.{name}": field for table, cls in TABLES.items() for name, field in keys(cls).items()}
 
 
-def complete_recipe(ctx, param, incomplete):
+def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> "list[CompletionItem]":
     """For a shell: the shipped recipes that begin so, or files."""
     from click.shell_completion import CompletionItem
 
@@ -90,7 +101,7 @@ def complete_recipe(ctx, param, incomplete):
     return names or [CompletionItem(incomplete, type="file")]
 
 
-def complete_set(ctx, param, incomplete):
+def complete_set(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """For a shell: the keys of a recipe, and the values of a key that has a few."""
     key, equals, value = incomplete.partition("=")
     keys = recipe_keys()
@@ -130,7 +141,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 )
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--profile", is_flag=True, help="Draw what one step does, and when, in DIR/timeline.html.")
-def train(recipe, overrides, nproc, out, quiet, profile):
+def train(
+    recipe: str, overrides: tuple[str, ...], nproc: int | None, out: str | None, quiet: bool, profile: bool
+) -> None:
     """Train RECIPE to its end. With --out DIR, the same command goes on where it was stopped.
 
     \b
@@ -139,7 +152,7 @@ def train(recipe, overrides, nproc, out, quiet, profile):
     ftrain train debug --nproc 2 --set train.steps=5 --profile --out runs/profile
     torchrun --nproc-per-node 8 -m ftrain.cli train llama3-8b --out runs/8b
     """
-    options = ["--out", out] * (out is not None) + ["--quiet"] * quiet + ["--profile"] * profile
+    options = option("--out", out) + ["--quiet"] * quiet + ["--profile"] * profile
     with speaking() as world:
         if start_ranks(world, nproc, "train", recipe, overrides, options):
             return
@@ -156,7 +169,9 @@ def train(recipe, overrides, nproc, out, quiet, profile):
 @click.option("--checkpoint", type=click.Path(), metavar="DIR", help="A checkpoint, or a run's folder: its newest one.")
 @click.option("--parity", is_flag=True, help="Compare a batch's loss and gradients with a plain float32 reference.")
 @json_option
-def validate(recipe, overrides, nproc, checkpoint, parity, as_json):
+def validate(
+    recipe: str, overrides: tuple[str, ...], nproc: int | None, checkpoint: str | None, parity: bool, as_json: bool
+) -> None:
     """Evaluate a checkpoint on the held-out data of RECIPE; with --parity, prove that RECIPE computes right.
 
     \b
@@ -164,8 +179,7 @@ def validate(recipe, overrides, nproc, checkpoint, parity, as_json):
     ftrain validate debug --checkpoint runs/debug --json
     ftrain validate debug --parity --nproc 2 --set fp8.recipe=tensorwise
     """
-    options = ["--checkpoint", checkpoint] * (checkpoint is not None) + ["--parity"] * parity
-    options += ["--json"] * as_json
+    options = option("--checkpoint", checkpoint) + ["--parity"] * parity + ["--json"] * as_json
     with speaking() as world:
         if start_ranks(world, nproc, "validate", recipe, overrides, options):
             return
@@ -208,14 +222,22 @@ def validation_text(result: dict) -> str:
     "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the tensors. Default: as they were trained."
 )
 @json_option
-def export_hf(recipe, overrides, nproc, checkpoint, out, dtype, as_json):
+def export_hf(
+    recipe: str,
+    overrides: tuple[str, ...],
+    nproc: int | None,
+    checkpoint: str,
+    out: str,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
     """Write a checkpoint of RECIPE as a Hugging Face one: config.json, .safetensors, tokenizer.
 
     \b
     ftrain export-hf debug --checkpoint runs/debug --out runs/debug-hf
     ftrain export-hf llama3-8b --checkpoint runs/8b --out 8b-hf --dtype bfloat16
     """
-    options = ["--checkpoint", checkpoint, "--out", out] + ["--dtype", dtype] * (dtype is not None)
+    options = option("--checkpoint", checkpoint) + option("--out", out) + option("--dtype", dtype)
     options += ["--json"] * as_json
     with speaking() as world:
         if start_ranks(world, nproc, "export-hf", recipe, overrides, options):
@@ -247,7 +269,15 @@ def export_hf(recipe, overrides, nproc, checkpoint, out, dtype, as_json):
 @click.option("--group", default="*", metavar="GLOB", help="List only parameters whose path matches.")
 @click.option("--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write a page for a browser.")
 @json_option
-def inspect_sharding(recipe, overrides, world_size, rank, group, html, as_json):
+def inspect_sharding(
+    recipe: str,
+    overrides: tuple[str, ...],
+    world_size: int | None,
+    rank: int | None,
+    group: str,
+    html: str | None,
+    as_json: bool,
+) -> None:
     """Show how RECIPE lies on any number of ranks: parameters, collectives, memory. Needs none of them.
 
     \b
@@ -289,7 +319,7 @@ def in_colour(text: str) -> str:
     return first + newline + rest
 
 
-def open_recipe(command: str, name: str, overrides: tuple[str, ...], world):
+def open_recipe(command: str, name: str, overrides: tuple[str, ...], world: "World") -> "Recipe":
     """The recipe, checked against the number of ranks there are. Raises RecipeError."""
     from ftrain.launch import check_world
     from ftrain.recipe import RecipeError, check, load_recipe
@@ -304,7 +334,14 @@ def open_recipe(command: str, name: str, overrides: tuple[str, ...], world):
     return recipe
 
 
-def start_ranks(world, nproc: int | None, command: str, recipe: str, overrides, options: list[str]) -> bool:
+def option(name: str, value: str | None) -> list[str]:
+    """The words that give an option; none where it was not given."""
+    return [] if value is None else [name, value]
+
+
+def start_ranks(
+    world: "World", nproc: int | None, command: str, recipe: str, overrides: tuple[str, ...], options: list[str]
+) -> bool:
     """With --nproc of more than one: run the same command as that many ranks, and end as they do."""
     if nproc is None or nproc == world.world_size:
         return False
@@ -324,7 +361,7 @@ def start_ranks(world, nproc: int | None, command: str, recipe: str, overrides, 
 
 
 @contextlib.contextmanager
-def speaking():
+def speaking() -> "Iterator[World]":
     """Yield this process's World, and turn what goes wrong inside into one message and an exit code."""
     from ftrain.launch import World, world_from_env
 
@@ -378,8 +415,8 @@ def is_ours(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     if not isinstance(error, ValueError) or not frames:
         return False
-    here = Path(sys.modules["ftrain"].__file__).parent
-    return Path(frames[-1].filename).is_relative_to(here) and frames[-1].line.startswith("raise ")
+    here = Path(ftrain.__file__).parent
+    return Path(frames[-1].filename).is_relative_to(here) and (frames[-1].line or "").startswith("raise ")
 
 
 if __name__ == "__main__":

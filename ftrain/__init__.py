@@ -4,7 +4,7 @@ Names are loaded when they are first used, so that `import ftrain` costs nothing
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import collectives, fp8, hf, optim, sharding, tree
@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'ftrain' has no attribute {name!r}")
     module, attribute = _WHERE[name]
@@ -65,5 +65,5 @@ def __getattr__(name: str):
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted(__all__)

@@ -11,6 +11,8 @@ Sums are always sums, never averages: gloo's AVG has divided by nothing before, 
 the global token count needs no other factor.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -64,55 +66,55 @@ def all_reduce_max(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(x, dim, group):
+    def forward(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         return functional.wait_tensor(_gather(x.contiguous(), dim, group))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.dim, ctx.group = inputs[1:]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _ReduceScatter.apply(grad, ctx.dim, ctx.group), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(x, dim, group):
+    def forward(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         return functional.wait_tensor(_scatter(x.contiguous(), "sum", dim, group))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.dim, ctx.group = inputs[1:]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _AllGather.apply(grad, ctx.dim, ctx.group), None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(x, group):
+    def forward(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.group = inputs[1]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _Replicated.apply(grad, ctx.group), None
 
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
-    def forward(x, group):
+    def forward(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.group = inputs[1]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _AllReduce.apply(grad, ctx.group), None

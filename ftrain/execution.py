@@ -44,7 +44,7 @@ class Execution:
         """The layout of every parameter (sharding.Plan). Raises ShardingError for a layout that cannot work."""
         return plan(abstract, self.mesh.shape, *self.rules)
 
-    def gather(self, abstract: Any, plans: Any, paths: Any, products: bool = True) -> Gather:
+    def gather(self, abstract: Any, plans: Any, paths: Any, *, products: bool = True) -> Gather:
         """The gather of layers shaped like `abstract`, laid out by `plans`, at `paths`: parts of the model's trees.
 
         products: the layer multiplies with these weights, in fp8 where that is asked for; an embedding does not.

@@ -12,14 +12,14 @@ Where nothing is gathered, cast, reduced or run again there is nothing to schedu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ftrain import tree
 from ftrain.fsdp import Gather
 from ftrain.marks import BACKWARD, FORWARD
-from ftrain.transforms import add, is_active, linearize
+from ftrain.transforms import Pullback, add, is_active, linearize
 from ftrain.tree import Tree
 
 
@@ -102,8 +102,10 @@ class _Run:
         layers, n = self.layers, len(self.layers)
         arriving = self.gathers[0].start(layers[0]) if n else None
         for i in range(n):
+            assert arriving is not None
             weights = arriving.wait()
             arriving = self.gathers[i + 1].start(layers[i + 1]) if i + 1 < n else None
+            residual: Pullback | torch.Tensor
             with self.gathers[i].during(FORWARD):
                 if with_residuals and i >= n - self.keep:
                     y, residual = linearize(self.block, weights, x, *self.consts, keep=self.gathers[i].weights_live_on)
@@ -164,40 +166,40 @@ class _Chunks:
 
 class _Fold(torch.autograd.Function):
     @staticmethod
-    def forward(run, x, *leaves):
+    def forward(run: _Run, x: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
         run.consts, run.layers = tree.unflatten(run.treedef, list(leaves))
         return run.forward(x)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.run = inputs[0]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grads = iter(_FoldBackward.apply(ctx.run, grad))
         return None, *(next(grads) if here else None for here in ctx.run.present)
 
 
 class _FoldBackward(torch.autograd.Function):
     @staticmethod
-    def forward(run, grad):
+    def forward(run: _Run, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
         d_x, d_layers = run.backward(grad)
         grads = [d_x, *(None for _ in tree.leaves(run.consts)), *(g for d_layer in d_layers for g in d_layer)]
         run.present = [g is not None for g in grads]
         return tuple(g for g in grads if g is not None)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
         raise RuntimeError("fold is differentiable once: it has no second derivative")
 
 
 class _SumOverChunks(torch.autograd.Function):
     @staticmethod
-    def forward(call, *xs_and_leaves):
+    def forward(call: _Chunks, *xs_and_leaves: torch.Tensor) -> tuple:
         xs, leaves = xs_and_leaves[: call.n], list(xs_and_leaves[call.n :])
         consts, layer = tree.unflatten(call.treedef, leaves)
         weights = call.gather.start(layer).wait()
@@ -217,29 +219,29 @@ class _SumOverChunks(torch.autograd.Function):
         return total, *(g for g in grads if g is not None)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*output[1:])
         ctx.call = inputs[0]
 
     @staticmethod
-    def backward(ctx, grad, *_):
+    def backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
         grads = iter(_TimesFactor.apply(grad, *ctx.saved_tensors))
         return None, *(next(grads) if here else None for here in ctx.call.present)
 
 
 class _TimesFactor(torch.autograd.Function):
     @staticmethod
-    def forward(factor, *tensors):
+    def forward(factor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # A list of one each: torch's kernel for lists reads wide words also where the factor lies on the device.
         return tuple(torch._foreach_mul([t], factor.to(t.dtype))[0] for t in tensors)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
         raise RuntimeError("sum_over_chunks is differentiable once: it has no second derivative")
 
 

@@ -13,7 +13,7 @@ Rows need not divide: every rank sends the same number of padded rows and the su
 rank nothing is packed and nothing moves: a weight is its shard in the compute dtype.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,7 +144,7 @@ class Gather:
         payloads = [_bytes(p) if wire.is_codes else p for wire, p in zip(self.wires, payloads, strict=True)]
         torch._foreach_copy_(slots, payloads)
         work = all_gather_into(buffer.view(-1), send, group=self.group, async_op=True)
-        return Arriving(self, states, scales, None, buffer, work)
+        return Arriving(self, states, scales, [], buffer, work)
 
     def _scales(self, shards: list, states: list) -> list[torch.Tensor | None]:
         """The scale of every weight that is cast with one: as precomputed, else from the amax over all ranks, now."""
@@ -153,7 +153,7 @@ class Gather:
         if unknown:
             amaxes = torch.stack([amax(shards[i]).float() for i in unknown])
             for i, value in zip(unknown, all_reduce_max(amaxes, self.world).unbind(), strict=True):
-                scales[i] = scale_from_amax(value, self.wires[i].fp8, self.power_of_two)
+                scales[i] = scale_from_amax(value, self.wires[i].dtype, self.power_of_two)
         return scales
 
     def _payload(self, wire: Wire, shard: torch.Tensor, state: WeightState | None, scale: torch.Tensor | None) -> Any:
@@ -193,7 +193,7 @@ class Gather:
             offset += wire.numel()
         mine = torch.empty(total, dtype=self.reduce_dtype, device=buffer.device)
         work = reduce_scatter_into(mine, buffer.view(-1), group=self.group, async_op=True)
-        return InFlight(self, observed, None, (mine, buffer), work)
+        return InFlight(self, observed, [], (mine, buffer), work)
 
 
 @dataclass
@@ -203,7 +203,7 @@ class Arriving:
     plan: Gather
     states: list[WeightState | None]
     scales: list[torch.Tensor | None]
-    payloads: list[torch.Tensor] | None  # on one rank: what would have travelled
+    payloads: list[torch.Tensor]  # on one rank: what would have travelled
     buffer: torch.Tensor | None
     work: Any
 
@@ -214,19 +214,19 @@ class Arriving:
             return self._wait()
 
     def _wait(self) -> Any:
-        arrived = self.payloads if self.payloads is not None else self._unpacked()
-        self.payloads = self.buffer = None
+        arrived = self.payloads if self.buffer is None else self._unpacked(self.buffer)
+        self.payloads, self.buffer = [], None
         weights = [
             self._weight(*parts) for parts in zip(self.plan.wires, arrived, self.scales, self.states, strict=True)
         ]
         return tree.unflatten(self.plan.treedef, weights)
 
-    def _unpacked(self) -> list[torch.Tensor]:
+    def _unpacked(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         self.work.wait()
         self.work = None  # it holds on to the buffer
         arrived, offset = [], 0
         for wire in self.plan.wires:
-            arrived.append(_slot(self.buffer, offset, wire).reshape(-1, *wire.shape[1:])[: wire.shape[0]])
+            arrived.append(_slot(buffer, offset, wire).reshape(-1, *wire.shape[1:])[: wire.shape[0]])
             offset = wire.offset_after(offset)
         return arrived
 
@@ -236,6 +236,7 @@ class Arriving:
         history = (state.x, state.g) if state else (None, None)
         if wire.is_codes:
             port = torch.empty((), dtype=wire.compute_dtype, device=arrived.device).expand(arrived.shape)  # never read
+            assert scale is not None, f"{wire.path}: codes came without their scale"
             return Fp8Weight(Scaled(arrived, scale, port), *history)
         if scale is not None:
             return Fp8Weight(scaled_weight(arrived, scale, wire.fp8, wire.compute_dtype), *history)
@@ -250,10 +251,10 @@ class InFlight:
 
     plan: Gather
     observed: list  # what came out of the histories' ports, see fp8.state
-    reduced: list[torch.Tensor] | None
-    buffers: tuple[torch.Tensor, torch.Tensor] | None
+    reduced: list[torch.Tensor]  # where there was nobody to add to
+    buffers: tuple[torch.Tensor, torch.Tensor | None] | None
     work: Any
-    over_replicas: list = None
+    over_replicas: list | None = None
 
     def start_replicate(self) -> "InFlight":
         """Wait for the reduce-scatter and start the all-reduce over `replicate`, if there is one."""
@@ -273,14 +274,14 @@ class InFlight:
             with self.plan.during(REPLICATE):
                 self.over_replicas = [dist.all_reduce(t, group=self.plan.replicate, async_op=True) for t in mine]
 
-    def wait(self, layer: Layer) -> list[torch.Tensor | None]:
+    def wait(self, layer: Layer) -> Sequence[torch.Tensor | None]:
         """The gradients of `layer`'s leaves: those of this rank's shards, in `reduce_dtype`, summed over `shard` and
         `replicate`; None for what has no gradient."""
         with self.plan.during(REDUCE):
             return self._wait(layer)
 
-    def _wait(self, layer: Layer) -> list[torch.Tensor | None]:
-        for work in self.start_replicate().over_replicas:
+    def _wait(self, layer: Layer) -> Sequence[torch.Tensor | None]:
+        for work in self.start_replicate().over_replicas or ():
             work.wait()
         grads = self.reduced if self.buffers is None else self._unpacked(self.buffers[0])
         if layer.fp8 is None:
@@ -289,6 +290,7 @@ class InFlight:
         return [*grads, *(leaf for pair in zip(states, self.observed, strict=True) for leaf in state_gradients(*pair))]
 
     def _unpacked(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        assert self.plan.group is not None, "one rank packs nothing"
         ranks, rank = self.plan.group.size(), self.plan.group.rank()
         grads, offset = [], 0
         for wire in self.plan.wires:
@@ -325,7 +327,7 @@ def make_gather(
     wires, is_identity = [], mesh.group("shard") is None
     for param, plan, path in zip(*(tree.leaves(t) for t in (abstract, plans, paths)), strict=True):
         format, travels = fp8(path)
-        dtype = format if travels else wire_dtype or compute_dtype
+        dtype = format if format is not None and travels else wire_dtype or compute_dtype
         used = local_shape(param.shape, plan.compute, mesh.shape, 0)  # splits over `tensor` are even: any rank's
         wires.append(Wire(path, used, dtype, compute_dtype, -(-used[0] // mesh.shape.shard), format))
         is_identity = is_identity and format is None and param.dtype == compute_dtype

@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +25,13 @@ def stop_requests(world_size: int) -> Iterator[Callable[[], int]]:
     is that of the other ranks.
     """
     received, at = 0, 0.0
-    before = {}
+    before: dict[int, Any] = {}  # signal -> handler
 
     def restore() -> None:
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
-    def note(signum: int, _frame) -> None:
+    def note(signum: int, _frame: FrameType | None) -> None:
         nonlocal received, at
         if not received:
             received, at = signum, time.monotonic()

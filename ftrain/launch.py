@@ -11,16 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from ftrain.recipe import Parallel
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 RENDEZVOUS_SECONDS = 45.0  # for all ranks to find each other
 
-_LOST = ("closed by peer", "reset by peer", "broken pipe", "pair closure", "timed out", "connection refused")
-_LOST += ("remote process exited", "aborted", "socket")
+_LOST = (
+    *("closed by peer", "reset by peer", "broken pipe", "pair closure", "timed out", "connection refused"),
+    *("remote process exited", "aborted", "socket"),
+)
 
 LOST_PEER = 3  # the exit code of a rank that ended only because another one did
 
@@ -92,7 +99,7 @@ def check_world(parallel: Parallel, world: World, command: str) -> str | None:
 
 
 def init_process_group(
-    world: World, device, timeout: float = Parallel.timeout, rendezvous: float = RENDEZVOUS_SECONDS
+    world: World, device: "torch.device", timeout: float = Parallel.timeout, rendezvous: float = RENDEZVOUS_SECONDS
 ) -> None:
     """Join the other ranks: NCCL on GPUs (and gloo beside it, for what lies in host memory), gloo elsewhere.
 
@@ -135,7 +142,7 @@ def init_process_group(
 
 
 @contextmanager
-def process_group(world: World, device, timeout: float = Parallel.timeout) -> Iterator[None]:
+def process_group(world: World, device: "torch.device", timeout: float = Parallel.timeout) -> Iterator[None]:
     """`init_process_group` for the span of a `with`. A group that the caller has made is left alone."""
     import torch.distributed as dist
 
@@ -161,16 +168,16 @@ def is_lost_peer(error: BaseException) -> bool:
     return error.__cause__ is not None and is_lost_peer(error.__cause__)
 
 
-def _meet(world: World, seconds: float):
+def _meet(world: World, seconds: float) -> "Store":
     """The store through which ranks find each other, or LaunchError within `seconds`.
 
     In a thread: a client that reached a port of some other program waits for an answer for ever, whatever its timeout.
     """
     import torch.distributed as dist
 
-    outcome = []
+    outcome: list[Store | Exception] = []
 
-    def meet():
+    def meet() -> None:
         try:
             outcome.append(next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0])
         except Exception as error:

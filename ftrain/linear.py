@@ -52,6 +52,6 @@ def _fp8_column(
     x_BSD: torch.Tensor, weights: list[Fp8Weight], recipe: fp8.Recipe, group: Group
 ) -> tuple[torch.Tensor, ...]:
     """`fp8.column` with the histories that the weights carry: of x the first one's, of its gradient each one's own."""
-    g_histories = None if weights[0].g is None else [w.g for w in weights]
+    g_histories = [w.g for w in weights if w.g is not None]
     tensors = [w.weight for w in weights]
-    return fp8.column(x_BSD, tensors, recipe, group, x_history=weights[0].x, g_histories=g_histories)
+    return fp8.column(x_BSD, tensors, recipe, group, x_history=weights[0].x, g_histories=g_histories or None)

@@ -66,7 +66,7 @@ class AdamState(NamedTuple):
     """count: updates made; mu, nu: moments, fp32 (fp64 for fp64 parameters) unless `adamw` was asked for another
     dtype, in the structure of params."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # tuple.count has no use here
     mu: Tree
     nu: Tree
 
@@ -74,7 +74,7 @@ class AdamState(NamedTuple):
 class SgdState(NamedTuple):
     """count: updates made; mu: the momentum, fp32, in the structure of params (None without)."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # tuple.count has no use here
     mu: Tree
 
 
@@ -136,28 +136,37 @@ def chain(*transforms: Optimizer) -> Optimizer:
 
     norms = [transform.norm for transform in transforms if transform.norm is not None]
     one_norm = all(norm is norms[0] for norm in norms)
-    factors = [transform.factor for transform in transforms]
-    rated = [i for i, transform in enumerate(transforms) if transform.lr is not None]
+    factors = [transform.factor for transform in transforms if transform.factor is not None]
+    before = [transform.factor for transform in transforms[:-1] if transform.factor is not None]
+    write = transforms[-1].apply if transforms else None
+    rates = [(i, transform.lr) for i, transform in enumerate(transforms) if transform.lr is not None]
 
     def factor(norm: torch.Tensor) -> torch.Tensor | float:
         return _product_of(factors, norm)
 
-    def apply(grads: Tree, state: tuple, params: Tree, *, scale, norm, donate) -> tuple[Tree, tuple]:
-        if factors[:-1]:
-            by = _product_of(factors[:-1], norm)
+    def apply(
+        grads: Tree, state: tuple, params: Tree, *, scale: torch.Tensor | float | None, norm: torch.Tensor, donate: bool
+    ) -> tuple[Tree, tuple]:
+        assert write is not None
+        if before:
+            by = _product_of(before, norm)
             scale, norm = (by if scale is None else scale * by), norm * by
-        params, last = transforms[-1].apply(grads, state[-1], params, scale=scale, norm=norm, donate=donate)
+        params, last = write(grads, state[-1], params, scale=scale, norm=norm, donate=donate)
         return params, (*state[:-1], last)
 
-    multiplies = one_norm and all(factors)
-    applies = one_norm and bool(transforms) and all(factors[:-1]) and transforms[-1].apply is not None
+    def lr(state: tuple) -> float:
+        i, rate = rates[-1]
+        return rate(state[i])
+
+    multiplies = one_norm and len(factors) == len(transforms)
+    applies = one_norm and write is not None and len(before) == len(transforms) - 1
     return Optimizer(
         init,
         update,
         norm=norms[0] if norms else None,
         factor=factor if multiplies else None,
         apply=apply if applies else None,
-        lr=(lambda state: transforms[rated[-1]].lr(state[rated[-1]])) if rated else None,
+        lr=lr if rates else None,
     )
 
 
@@ -239,7 +248,15 @@ def adamw(
         mu, nu = (tree.map(lambda new, old: new.to(old.dtype), *pair) for pair in ((mu, state.mu), (nu, state.nu)))
         return updates, AdamState(count, mu, nu)
 
-    def apply(grads: Tree, state: AdamState, params: Tree, *, scale, norm, donate) -> tuple[Tree, AdamState]:
+    def apply(
+        grads: Tree,
+        state: AdamState,
+        params: Tree,
+        *,
+        scale: torch.Tensor | float | None,
+        norm: torch.Tensor,
+        donate: bool,
+    ) -> tuple[Tree, AdamState]:
         for moments in (state.mu, state.nu):
             tree.check_same_structure(params, moments)
         count = state.count + 1
@@ -247,7 +264,7 @@ def adamw(
         g, m, v = tree.leaves(grads), tree.leaves(state.mu), tree.leaves(state.nu)
         if not donate:
             p, m, v = ([leaf.clone() for leaf in leaves] for leaves in (p, m, v))
-        constants = {"count": count, "lr": rate(count), "beta1": beta1, "beta2": beta2, "eps": eps}
+        constants: dict[str, Any] = {"count": count, "lr": rate(count), "beta1": beta1, "beta2": beta2, "eps": eps}
         for decays in (True, False):
             constants["weight_decay"] = weight_decay if decays else 0.0
             chosen = [i for i, d in enumerate(tree.leaves(_decaying(mask, params))) if bool(d) is decays]
@@ -355,7 +372,9 @@ def _factor(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Ten
     return torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=like.device)
 
 
-def _workable(grads, moments, *, overwrite: bool, keep: bool) -> list[torch.Tensor]:
+def _workable(
+    grads: list[torch.Tensor], moments: list[torch.Tensor], *, overwrite: bool, keep: bool
+) -> list[torch.Tensor]:
     """Gradients as the in-place kernel needs them: contiguous, in the arithmetic's dtype, free to be overwritten.
 
     The kernel reads the four tensors of a leaf as flat memory: a transposed gradient would pair wrong
@@ -363,7 +382,8 @@ def _workable(grads, moments, *, overwrite: bool, keep: bool) -> list[torch.Tens
     Where a scale is applied it writes the scaled gradient back: a gradient that two leaves share, as that of
     (a + b).sum() may be, would be scaled twice.
     """
-    result, seen = [], set()
+    result: list[torch.Tensor] = []
+    seen: set[int] = set()
     for grad, m in zip(grads, moments, strict=True):
         g = grad.to(torch.promote_types(m.dtype, torch.float32)).contiguous()
         if overwrite and (g.data_ptr() in seen or (keep and g.data_ptr() == grad.data_ptr())):
@@ -373,7 +393,20 @@ def _workable(grads, moments, *, overwrite: bool, keep: bool) -> list[torch.Tens
     return result
 
 
-def _adamw_(params, grads, mu, nu, *, scale, count, lr, beta1, beta2, eps, weight_decay) -> None:
+def _adamw_(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    mu: list[torch.Tensor],
+    nu: list[torch.Tensor],
+    *,
+    scale: torch.Tensor | float | None,
+    count: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     """AdamW in place on lists of non-empty tensors: torch's fused kernel where it fits, or leaf by leaf."""
     rest = []
     groups: dict[Any, list[int]] = {}
@@ -387,7 +420,10 @@ def _adamw_(params, grads, mu, nu, *, scale, count, lr, beta1, beta2, eps, weigh
         count_ = torch.full((), float(count), device=device)  # the kernel wants it after this update
         inverse = None if scale is None else torch.as_tensor(1.0 / scale, dtype=torch.float32, device=device)
         torch._fused_adamw_(
-            *([leaves[i] for i in chosen] for leaves in (params, grads, mu, nu)),
+            [params[i] for i in chosen],
+            [grads[i] for i in chosen],
+            [mu[i] for i in chosen],
+            [nu[i] for i in chosen],
             [],
             [count_] * len(chosen),
             lr=lr,

@@ -42,7 +42,7 @@ class Param:
     init: Init
     dtype: torch.dtype = torch.float32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
             raise ValueError(f"a parameter of shape {self.shape} needs one axis name per dim, got {self.axes}")
 

@@ -69,7 +69,8 @@ def compare(run: Run, state: TrainState) -> dict[str, Any]:
     """`parity` of one state of a run: all of its result but where the state came from. Collective."""
     grads, metrics = gradients(run, state, run.batch(0))
     params, grads = full(state.params), full(grads)
-    loss, result = metrics["loss"].item(), [None]
+    loss = metrics["loss"].item()
+    result: list[Any] = [None]
     if run.mesh.rank == 0:
         known = state.fp8_state.weights if state.fp8_state else None
         reference_loss, reference, casts = reference_gradients(run, params, known)
@@ -172,10 +173,10 @@ def gradients(run: Run, state: TrainState, batch: dict[str, torch.Tensor]) -> tu
 def _keeps_gradients(norm: Callable) -> Optimizer:
     """An optimizer that changes no parameter: its state is the gradient it was given."""
 
-    def update(grads, state, params):
+    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         return tree.map(torch.zeros_like, params), grads
 
-    def apply(grads, state, params, *, scale, norm, donate):
+    def apply(grads: Tree, state: Tree, params: Tree, *, scale: torch.Tensor, **_: Any) -> tuple[Tree, Tree]:
         return params, tree.map(lambda grad: grad * scale, grads)
 
     return Optimizer(lambda params: params, update, norm=norm, apply=apply)
@@ -224,15 +225,17 @@ class _Watched:
     def linear(self, linear: Linear) -> Linear:
         """`linear` with every input and output gradient looked at."""
 
-        def column(x, *weights):
+        def column(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self._see(x, weights, linear.column(x, *weights))
 
-        def row(x, weight):
-            return self._see(x, [weight], [linear.row(x, weight)])[0]
+        def row(x: torch.Tensor, weight: Any) -> torch.Tensor:
+            return self._see(x, (weight,), (linear.row(x, weight),))[0]
 
         return linear._replace(column=column, row=row)
 
-    def _see(self, x, weights, outputs):
+    def _see(
+        self, x: torch.Tensor, weights: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         paths = [self.paths[weight.untyped_storage()._cdata] for weight in weights]
         in_fp8 = [path for path in paths if self.use.runs(path)]
         if in_fp8:

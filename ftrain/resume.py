@@ -101,6 +101,7 @@ def say_start(run: Run, start: Path | None, say: Callable[[str], None]) -> None:
     if start:
         say(f"the run goes on from {start}; model.hf={source!r} is where it began, and is not read again")
         return
+    assert run.pretrained is not None
     narrow = [dtype for dtype in run.pretrained.dtypes if dtype.itemsize > run.dtype.itemsize]
     rounded = f", rounded to {run.recipe.precision.params}" if narrow else ""
     held = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in run.pretrained.dtypes))
@@ -140,7 +141,7 @@ def state_to_read(run: Run, place: Path | str | None) -> tuple[TrainState, Path 
     CheckpointError where its parameters do not fit.
     """
     if place is None:
-        return _of_params(run), run.pretrained and run.pretrained.folder
+        return _of_params(run), None if run.pretrained is None else run.pretrained.folder
     path = find_checkpoint(place, f"--checkpoint {place}")
     known, _ = _histories(path, stored(_of_params(run, pretrained=False)))
     state, _ = checkpoint.load(path, known, ignore=("opt_state", "fp8_state"))
@@ -166,7 +167,8 @@ def compare(saved: str | None, recipe: Recipe) -> tuple[list[str], list[str]]:
     before, now = _flat(tomllib.loads(saved or "")), _flat(tomllib.loads(dump(recipe)))
     if not before:
         return [], []
-    problems, changes = [], []
+    problems: list[str] = []
+    changes: list[str] = []
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)
         if old == new or _under(name, FREE_KEYS):

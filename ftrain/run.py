@@ -7,6 +7,7 @@
 `ftrain train` is a loop over `run.step`: trainer.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from ftrain import fp8, hf, optim, tree
-from ftrain.data import Progress, Tokenizer, open_data, tokenizer_of
+from ftrain.data import Data, Progress, Tokenizer, open_data, tokenizer_of
 from ftrain.execution import Execution
 from ftrain.launch import World
 from ftrain.machine import too_large
@@ -27,6 +28,7 @@ from ftrain.sampling import generate
 from ftrain.sharding import Mesh, MeshShape, initialize, local_shape, make_mesh, to_local
 from ftrain.step import TrainState, init_state, make_eval_step, make_global_norm, make_train_step
 from ftrain.transforms import why_no_jit
+from ftrain.tree import Tree
 
 DTYPES = {name: getattr(torch, name) for name in tables.DTYPES}
 
@@ -103,7 +105,7 @@ class Run:
         self._evaluate = make_eval_step(self.model.loss, mesh=self.mesh)
 
     @cached_property
-    def data(self):
+    def data(self) -> Data:
         """The recipe's text as batches: `data.train`, `data.validation`, `data.tokenizer`. Opened when first used."""
         recipe = self.recipe
         return open_data(recipe.data, vocab_size=self.cfg.vocab_size, seed=recipe.train.seed, progress=self.tokenising)
@@ -191,7 +193,7 @@ class Run:
         )
 
     @cached_property
-    def _eager_model(self):
+    def _eager_model(self) -> Any:
         # Generation runs one sequence, a shape of its own: compiling for it would take longer than it saves.
         return self.family.make_model(self.cfg, replace(self.execution, compile=False))
 
@@ -216,7 +218,7 @@ def default_device(world: World) -> torch.device:
     return torch.device("cpu")
 
 
-def make_optimizer(recipe: Recipe, norm=optim.global_norm) -> optim.Optimizer:
+def make_optimizer(recipe: Recipe, norm: Callable[[Tree], torch.Tensor] = optim.global_norm) -> optim.Optimizer:
     """The optimizer of the recipe: clipping by the global norm, then the update rule under its schedule."""
     options, rates = recipe.optimizer, recipe.schedule
     lr = optim.schedule(

@@ -36,7 +36,7 @@ def saver(run: Run, out: Path | None) -> Iterator[Callable[..., None]]:
         nonlocal pending
         if out is None:
             return
-        arguments = {"step": state.step, "meta": facts(run, state, record), "keep": options.keep}
+        arguments: dict[str, Any] = {"step": state.step, "meta": facts(run, state, record), "keep": options.keep}
         if not options.async_save:
             checkpoint.save(out / "checkpoints", stored(state), **arguments)
             return

@@ -42,7 +42,7 @@ class MeshShape:
     tensor: int = 1
     shard: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for axis in AXES:
             if getattr(self, axis) < 1:
                 raise ShardingError(f"parallel.{axis}={getattr(self, axis)} must be at least 1")
@@ -95,7 +95,10 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The ranks along `axis` through this one, or None when this rank is alone on it."""
-        return self.device_mesh.get_group(axis) if axis in self.shape.axes else None
+        if axis not in self.shape.axes:
+            return None
+        assert self.device_mesh is not None, f"a mesh of {self.shape} without its groups: make it with make_mesh"
+        return self.device_mesh.get_group(axis)
 
     @property
     def world(self) -> dist.ProcessGroup | None:
@@ -223,7 +226,12 @@ COMPUTE_RULES = (
 STORED_RULES = (Rule(0, "shard"),)  # on top of the compute rules
 
 
-def plan(abstract: Any, mesh: MeshShape, compute=COMPUTE_RULES, stored=STORED_RULES) -> Any:
+def plan(
+    abstract: Any,
+    mesh: MeshShape,
+    compute: tuple[Rule, ...] = COMPUTE_RULES,
+    stored: tuple[Rule, ...] = STORED_RULES,
+) -> Any:
     """A tree of `Plan` for a tree of `Param`.
 
     Raises ShardingError, with every problem in one message, for a rule that names an unknown mesh axis, matches no
@@ -234,7 +242,8 @@ def plan(abstract: Any, mesh: MeshShape, compute=COMPUTE_RULES, stored=STORED_RU
 
     def one(path: str, param: Param) -> Plan:
         dims: list[tuple[str, ...]] = [()] * len(param.shape)
-        matched, used = [], {}
+        matched: list[Rule] = []
+        used: dict[str, Rule] = {}
         specs = []
         for rules in (compute, stored):
             for rule in rules:
@@ -268,7 +277,8 @@ def plan(abstract: Any, mesh: MeshShape, compute=COMPUTE_RULES, stored=STORED_RU
 
 def _rule_problems(abstract: Any, rules: tuple[Rule, ...]) -> list[str]:
     named = tree.named_leaves(abstract)
-    problems, covered = [], set()
+    problems: list[str] = []
+    covered: set[tuple] = set()
     for rule in rules:
         if rule.axis not in AXES:
             problems.append(f"the rule {rule} names the mesh axis {rule.axis!r}; the axes are {', '.join(AXES)}")
@@ -318,7 +328,7 @@ def to_local(value: Any) -> Any:
 def like(value: Any, template: Any) -> Any:
     """The inverse of `to_local`: a tree of local tensors as DTensors laid out as `template`'s are."""
 
-    def one(local, model):
+    def one(local: Any, model: Any) -> Any:
         if not isinstance(model, DTensor) or isinstance(local, DTensor):
             return local
         spec = model._spec

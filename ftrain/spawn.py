@@ -40,9 +40,9 @@ def spawn(
                 ranks.append(_start(command, rank_environ(rank, nproc, port, environ)))
             first, killed = _watch(ranks, caught, grace, stop)
         finally:
-            for rank in ranks:
-                _kill(rank)
-    codes = [rank.returncode for rank in ranks]
+            for process in ranks:
+                _kill(process)
+    codes = [process.returncode for process in ranks]
     if caught:
         name = signal.Signals(caught[0]).name
         print(f"ftrain: stopped by {name}.{_were_killed(killed, stop)}", file=sys.stderr)

@@ -6,7 +6,7 @@ Everything that changes between two steps is in the `TrainState` that goes in an
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ def make_train_step(
         weights = state.fp8_state and state.fp8_state.weights
         ports, known = tree.partition(lambda path, _: path.endswith(".port"), weights)
 
-        def value(inputs, micro):
+        def value(inputs: tuple[Tree, Tree], micro: dict) -> tuple[torch.Tensor, torch.Tensor]:
             params, ports = inputs
             kwargs = {} if weights is None else {"fp8": tree.combine(ports, known)}
             return _tensors(*loss(params, micro, **kwargs))
@@ -155,7 +155,7 @@ def like_params(opt_state: Tree, params: Tree) -> Tree:
     """Optimizer state made from local parameters, each tensor laid out as the parameter at the end of its path."""
     layouts = dict(tree.named_leaves(params))
 
-    def one(path: str, leaf):
+    def one(path: str, leaf: Any) -> Any:
         while path and path not in layouts:
             _, _, path = path.partition(".")
         same = path and isinstance(leaf, torch.Tensor) and leaf.shape == to_local(layouts[path]).shape

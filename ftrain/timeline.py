@@ -85,7 +85,8 @@ def read(trace: Path, done: int) -> Timeline:
         raise ValueError(f"{trace}: has no step of a run with marks in it.")
     last = max(steps, key=lambda event: event["ts"])
     start, end = last["ts"], last["ts"] + last["dur"]
-    phases = [(*_phase(event), event) for event in ranges if start <= event["ts"] < end and _phase(event)]
+    marked = [(_phase(event), event) for event in ranges if start <= event["ts"] < end]
+    phases = [(*phase, event) for phase, event in marked if phase is not None]
     kernels = _kernels(events)
     if kernels:  # a phase is then as long as what it launched, and the step too
         phases = [(phase, layer, kernels[_id(e)]) for phase, layer, e in phases if _id(e) in kernels]
@@ -93,7 +94,10 @@ def read(trace: Path, done: int) -> Timeline:
     work = [(TRANSFER, name, e) for e in events if start <= e["ts"] < end and (name := _transfer(e, bool(kernels)))]
 
     def spans(found: Iterable[tuple[str, str, dict]]) -> list[Span]:
-        return [Span(*what, (e["ts"] - start) / 1e3, (e["ts"] + e["dur"] - start) / 1e3) for *what, e in found]
+        def at(time: float) -> float:
+            return (time - start) / 1e3
+
+        return [Span(phase, layer, at(e["ts"]), at(e["ts"] + e["dur"])) for phase, layer, e in found]
 
     step = done + int(last["name"].removeprefix(_STEP)) + 1
     all_spans = _with_what_is_under_way(spans(phases), bool(kernels)) + spans(work)

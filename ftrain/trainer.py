@@ -88,7 +88,8 @@ def train(
             write_recipe(recipe, out)
         if out and world.world_size > 1:
             _check_shared(recipe, out)
-        state, meta = run.init(pretrained=start is None), {}
+        state = run.init(pretrained=start is None)
+        meta: dict[str, Any] = {}
         if start:
             state, meta = resume.restore(run, start, state, progress.say)
         if state.step >= recipe.train.steps:
@@ -99,7 +100,7 @@ def train(
         summary = {"step": state.step, "tokens": clock.tokens, "loss": None} | record
         if "validation_loss" not in summary:
             summary["validation_loss"] = held_out_loss(run, state)
-        if recipe.checkpoint.export_hf:
+        if recipe.checkpoint.export_hf and out:
             export(run, state, out / "hf", replace=True)
             progress.say(f"the model is in {out / 'hf'} too, for transformers and what reads its checkpoints")
         return _finish(run, state, summary, progress, out)

@@ -6,10 +6,10 @@
 import shutil
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -57,6 +57,7 @@ def linearize(
     keep: the weights may be kept, since they live on anyway; autograd alone then does, which is quicker.
     """
     leaves, treedef = tree.flatten(weights)
+    edges: list[Any]
     if keep:
         *leaves, x = edges = [_differentiable(leaf) for leaf in (*leaves, x)]
         with torch.enable_grad():
@@ -96,23 +97,23 @@ class _AtPorts(torch.autograd.Function):
     """Tensors as functions of their ports. One node for all: a node each would cost more than it does."""
 
     @staticmethod
-    def forward(n, *ports_and_leaves):
+    def forward(n: int, *ports_and_leaves: Any) -> tuple[torch.Tensor, ...]:
         return tuple(leaf.view_as(leaf) for leaf in ports_and_leaves[n:])
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         n, *ports = inputs[: inputs[0] + 1]
         ctx.n = n
         ctx.mark_non_differentiable(*(out for out, port in zip(output, ports, strict=True) if port is None))
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return None, *grads, *(None for _ in range(ctx.n))
 
 
 class _View(NamedTuple):
-    index: int
+    leaf: int  # which
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # from the start of the leaf
@@ -130,7 +131,7 @@ class _WeightSlot:
                 place = index, leaf.dtype, leaf.storage_offset(), leaf.numel()
                 self._places.setdefault(_storage(leaf), []).append(place)
 
-    def seal(self):
+    def seal(self) -> None:
         self._places = {}
 
     def pack(self, saved: torch.Tensor) -> Any:
@@ -144,7 +145,7 @@ class _WeightSlot:
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        leaf = self.weights[packed.index]
+        leaf = self.weights[packed.leaf]
         return leaf.as_strided(packed.size, packed.stride, leaf.storage_offset() + packed.offset)
 
 
@@ -153,7 +154,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def _saved_tensors_hooks_allowed():
+def _saved_tensors_hooks_allowed() -> Iterator[None]:
     """torch.func forbids saved-tensor hooks while a transform is active, because a hook could see its wrappers.
 
     Inside a custom primitive the tensors are plain ones, so the ban is lifted for the span of the call.
@@ -235,7 +236,7 @@ class _Sum:
     pullback: Callable[[torch.Tensor], Tree] | None = None  # of the last
 
     def forward(self, params: Tree) -> list[tuple[torch.Tensor, Any]]:
-        values = []
+        values: list[tuple[torch.Tensor, Any]] = []
         for batch in self.batches:
             if self.pullback is not None:
                 grads, self.pullback = self.pullback(torch.ones_like(values[-1][0])), None
@@ -246,6 +247,7 @@ class _Sum:
         return values
 
     def backward(self, cotangent: torch.Tensor) -> Tree:
+        assert self.pullback is not None, "the backward of accumulate runs once, after its forward"
         grads, self.pullback = self.pullback(cotangent), None
         return grads if self.total is None else self.combine(self.total, grads, cotangent)
 
@@ -262,40 +264,41 @@ def _recorded(fn: Callable, params: Tree, batch: Any) -> tuple[tuple[torch.Tenso
     def pullback(cotangent: torch.Tensor) -> Tree:
         if not value.requires_grad:
             return tree.unflatten(treedef, [torch.zeros_like(leaf) for leaf in leaves])
-        return tree.unflatten(treedef, torch.autograd.grad(value, leaves, cotangent, materialize_grads=True))
+        return tree.unflatten(treedef, list(torch.autograd.grad(value, leaves, cotangent, materialize_grads=True)))
 
     return (value.detach(), tree.map(torch.Tensor.detach, aux)), pullback
 
 
 class _Accumulate(torch.autograd.Function):
     @staticmethod
-    def forward(call, *leaves):
+    def forward(call: _Sum, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values = call.forward(tree.unflatten(call.treedef, list(leaves)))
         flat, call.valuesdef = tree.flatten(values)
         return sum(value for value, _ in values), *flat
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(output[0])
         ctx.call = inputs[0]
 
     @staticmethod
-    def backward(ctx, grad, *_):
+    def backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
         return None, *_AccumulateBackward.apply(ctx.call, grad, *ctx.saved_tensors)
 
 
 class _AccumulateBackward(torch.autograd.Function):
     @staticmethod
-    def forward(call, grad, total):  # total only so that a second derivative comes here, and is refused
+    # total only so that a second derivative comes here, and is refused
+    def forward(call: _Sum, grad: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(tree.leaves(call.backward(grad)))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
         raise RuntimeError("accumulate is differentiable once: it has no second derivative")
 
 
@@ -322,7 +325,7 @@ def add(total: Tree, grads: Tree, factor: torch.Tensor | None = None) -> Tree:
 
 
 def _place(leaf: torch.Tensor) -> tuple[int, int]:
-    return _storage(leaf), leaf.storage_offset()
+    return _storage(leaf), int(leaf.storage_offset())
 
 
 def maximum(total: Tree, values: Tree) -> Tree:

@@ -73,8 +73,13 @@ def check_same_structure(tree: Tree, other: Tree) -> None:
 
 
 def _containers(tree: Tree) -> list[Any]:
-    seen = []
-    optree.tree_map(lambda _: None, tree, is_leaf=lambda node: seen.append(node) or False)
+    seen: list[Any] = []
+
+    def see(node: Any) -> bool:
+        seen.append(node)
+        return False
+
+    optree.tree_map(lambda _: None, tree, is_leaf=see)
     return [node for node in seen if isinstance(node, (dict, list, tuple))]
 
 
@@ -95,7 +100,7 @@ def combine(first: Tree, second: Tree) -> Tree:
 
 
 def _dotted(accessor: optree.PyTreeAccessor) -> str:
-    parts = []
+    parts: list[str] = []
     for entry in accessor:
         name = entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry
         is_index = isinstance(entry, optree.SequenceEntry) and isinstance(name, int)

@@ -23,15 +23,16 @@ def rank_and_size(group: Any = None) -> tuple[int, int]:
     return 0, 1
 
 
-def each(doing: str, fn: Callable[[], Any], group: Any = None) -> list[Any] | None:
-    """Run `fn` on every rank. Returns all results on rank 0, None elsewhere; raises on all if one raised."""
+def each(doing: str, fn: Callable[[], Any], group: Any = None) -> list[Any]:
+    """Run `fn` on every rank. Returns all results on rank 0, none elsewhere; raises on all if one raised."""
     rank, size = rank_and_size(group)
     value, error = _outcome(fn)
-    outcomes = [(value, _sentence(error))]
+    outcomes: list[Any] = [(value, _sentence(error))]
     if size > 1:
         with _peers(doing):
-            outcomes = [None] * size if rank == 0 else None
-            dist.gather_object((value, _sentence(error)), outcomes, group=group, group_dst=0)
+            all_outcomes: list[Any] | None = [None] * size if rank == 0 else None
+            dist.gather_object(outcomes[0], all_outcomes, group=group, group_dst=0)
+            outcomes = all_outcomes or []
             shared = [joined([message for _, message in outcomes]) if rank == 0 else None]
             dist.broadcast_object_list(shared, group=group, group_src=0)
         message = shared[0]
@@ -39,7 +40,7 @@ def each(doing: str, fn: Callable[[], Any], group: Any = None) -> list[Any] | No
         message = outcomes[0][1]
     if message:
         raise CheckpointError(f"cannot {doing}: {message}") from error
-    return [value for value, _ in outcomes] if rank == 0 else None
+    return [value for value, _ in outcomes]
 
 
 def first(doing: str, fn: Callable[[], Any], group: Any = None) -> Any:
@@ -57,7 +58,7 @@ def deal(doing: str, fn: Callable[[], list[Any]], group: Any = None) -> Any:
     """Run `fn` on rank 0: a list with an item per rank. Returns each rank's own, or raises on every rank."""
     rank, size = rank_and_size(group)
     values, error = _outcome(fn) if rank == 0 else (None, None)
-    hand = [(value, None) for value in values] if error is None and rank == 0 else [(None, _sentence(error))] * size
+    hand: list[Any] = [(None, _sentence(error))] * size if values is None else [(value, None) for value in values]
     mine = [hand[0]]
     if size > 1:
         with _peers(doing):

@@ -120,7 +120,7 @@ def latest(root: Path | str, *, group: Any = None) -> tuple[Path | None, list[tu
 
 def newest(root: Path | str) -> tuple[Path | None, list[tuple[Path, str]]]:
     """`latest` as this rank sees it: not a collective."""
-    skipped = []
+    skipped: list[tuple[Path, str]] = []
     for _, path, reason in reversed(_survey(root)):
         if reason is None:
             return path, skipped

@@ -124,7 +124,7 @@ def _fill(path: Path, tensors: dict[str, torch.Tensor], leaves: dict[str, storag
     plan = planner.finish_plan(planner.create_local_plan())
     wanted: dict[tuple[str, tuple[int, ...]], list] = {}
     for item in plan.items:
-        wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset)), []).append(item)
+        wanted.setdefault((item.storage_index.fqn, tuple(item.storage_index.offset or ())), []).append(item)
     places = {(name, chunk.offsets): chunk for name in tensors for chunk in leaves[name].chunks}
     filled = dict.fromkeys(tensors, 0)
     for (name, offsets), items in wanted.items():

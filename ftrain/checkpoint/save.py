@@ -8,6 +8,7 @@ import math
 import platform
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from importlib import metadata as packages
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
@@ -171,12 +173,14 @@ def _write(temporary: Path, planner: DefaultSavePlanner, plan: SavePlan, rank: i
     plan = planner.finish_plan(plan)
     file = storage.data_file(rank)
 
-    def pieces():
+    def pieces() -> Iterator[tuple[tuple[str, tuple[int, ...]], torch.Tensor]]:
         for item in plan.items:
-            data, sizes = planner.resolve_data(item), item.tensor_data.chunk.sizes
+            data, layout = planner.resolve_data(item), item.tensor_data
+            assert isinstance(data, torch.Tensor) and layout is not None, f"{item.index.fqn} is no tensor"
+            sizes = layout.chunk.sizes
             if data.shape != sizes:
                 raise ValueError(f"{item.index.fqn} has a local part of {tuple(data.shape)}, its layout says {sizes}")
-            yield (item.index.fqn, tuple(item.index.offset)), data
+            yield (item.index.fqn, tuple(item.index.offset or ())), data
 
     if not plan.items:
         return {}
@@ -191,6 +195,7 @@ def _commit(temporary: Path, planner: DefaultSavePlanner, plans: list, written: 
     places = {key: place for part in written for key, place in part.items()}
     leaves = {}
     for name, stored in planner.metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
         chunks = tuple(
             storage.Chunk(tuple(c.offsets), tuple(c.sizes), *places[name, tuple(c.offsets)]) for c in stored.chunks
         )

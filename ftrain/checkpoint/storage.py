@@ -61,7 +61,7 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Any, torch.Tensor]]) -> dict
         for key, tensor in chunks:
             file.write(bytes(-file.tell() % ALIGN))
             start, crc = file.tell(), 0
-            view = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            view = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             for at in range(0, len(view), PIECE):
                 piece = view[at : at + PIECE]
                 crc = zlib.crc32(piece, crc)
@@ -78,12 +78,12 @@ def write_chunks(path: Path, chunks: Iterable[tuple[Any, torch.Tensor]]) -> dict
 def read_chunk(folder: Path, name: str, dtype: torch.dtype, chunk: Chunk) -> torch.Tensor:
     """Read one chunk as a CPU tensor. Raises ValueError if the bytes are not those that were written."""
     data = torch.empty(math.prod(chunk.sizes) * dtype.itemsize, dtype=torch.uint8)
-    view = memoryview(data.numpy())
+    view = data.numpy().data
     with open(folder / chunk.file, "rb", buffering=0) as file:
         file.seek(chunk.start)
         while view and (n := file.readinto(view)):
             view = view[n:]
-    if view or zlib.crc32(memoryview(data.numpy())) != chunk.crc:
+    if view or zlib.crc32(data.numpy().data) != chunk.crc:
         raise ValueError(f"the bytes of {name} in {chunk.file} are damaged (wrong checksum)")
     return data.view(dtype).view(chunk.sizes)
 
@@ -125,7 +125,7 @@ def decode_index(text: str, files: dict[str, int]) -> tuple[dict[str, Leaf], dic
     chunks that do not tile the tensor: nothing is left to chance by what is read.
     """
     raw = json.loads(text)
-    leaves = {}
+    leaves: dict[str, Leaf] = {}
     for name, entry in raw["tensors"].items():
         try:
             chunks = tuple(Chunk(tuple(o), tuple(s), *rest) for o, s, *rest in entry["chunks"])
@@ -134,7 +134,7 @@ def decode_index(text: str, files: dict[str, int]) -> tuple[dict[str, Leaf], dic
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"its index has a wrong entry for {name}: {error}") from error
         leaves[name] = leaf
-    scalars = {}
+    scalars: dict[str, Any] = {}
     for name, (kind, value) in raw["scalars"].items():
         if type(value) is not SCALARS.get(kind):
             raise ValueError(f"its index has a wrong entry for {name}: {value!r} is not a {kind}")

@@ -76,8 +76,8 @@ def _tokenised(data: recipe.Data, groups: list[list[Unit]], vocab_size: int, pro
     streams, held = [], []
     for group in groups:
         mine, parts = parts[: len(group)], parts[len(group) :]
-        train = packing.parts([array for part in mine for array in part.train])
-        kept = packing.parts([array for part in mine for array in part.held])
+        train: packing.Stream = packing.parts([array for part in mine for array in part.train])
+        kept: packing.Stream = packing.parts([array for part in mine for array in part.held])
         if not train.n_tokens:  # a handful of documents, all held out by chance: nothing is learnt from none
             train, kept = kept, train
         train, kept = packing.split_tail(train, kept, share, data.seq_len)

@@ -27,7 +27,7 @@ from .sources import Slice, Unit
 
 MAGIC = b"ftrain01"
 HEADER = struct.Struct("<8sqqqq")  # magic, bytes a token, training tokens, held-out tokens, documents
-DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<i4")}
+DTYPES: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<i4")}
 SETTLED_NS = 2_000_000_000  # a file changed this recently may change again without its times showing it
 STALE_S = 24 * 3600
 HOST = os.uname().nodename  # a cache may be shared by machines, and process numbers are not theirs
@@ -94,8 +94,8 @@ def write_part(path: Path, batches: Iterable[tuple[np.ndarray, np.ndarray, int]]
     with writing(path) as temporary, open(temporary, "w+b") as file, TemporaryFile(dir=path.parent) as held:
         file.write(bytes(HEADER.size))
         for train_tokens, held_tokens, documents in batches:
-            file.write(train_tokens.astype(dtype, copy=False))
-            held.write(held_tokens.astype(dtype, copy=False))
+            file.write(train_tokens.astype(dtype, copy=False).data)
+            held.write(held_tokens.astype(dtype, copy=False).data)
             n_train, n_held = n_train + len(train_tokens), n_held + len(held_tokens)
             n_documents += documents
         held.seek(0)
@@ -170,8 +170,9 @@ def _digest(slice_: Slice) -> str:
     """A hash of the slice's bytes as stored (of the whole file for row groups)."""
     if slice_.kind == "hf":
         return slice_.version
-    by_line = slice_.kind == "jsonl" and slice_.stop is not None
-    start, stop = (slice_.start, slice_.stop) if by_line else (0, os.path.getsize(slice_.path))
+    start, stop = 0, os.path.getsize(slice_.path)
+    if slice_.kind == "jsonl" and slice_.stop is not None:
+        start, stop = slice_.start, slice_.stop
     digest = blake2b(digest_size=16)
     try:
         for chunk in read_range(slice_.path, start, stop):

@@ -19,7 +19,9 @@ IGNORE = -100  # nn.IGNORE, again: the processes that tokenise import this packa
 class Stream(Protocol):
     """Tokens by position."""
 
-    n_tokens: int
+    @property
+    def n_tokens(self) -> int:
+        """How many there are."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop), 0 <= start <= stop <= n_tokens, as int64."""

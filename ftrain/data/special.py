@@ -68,7 +68,8 @@ def _read_json(path: Path) -> dict:
 
 def _template(processor: dict[str, Any] | None) -> tuple[str | None, str | None]:
     """The special tokens that the post-processor puts before and after a text."""
-    kind = (processor or {}).get("type")
+    processor = processor or {}
+    kind = processor.get("type")
     if kind == "Sequence":
         found = [_template(inner) for inner in processor["processors"]]
         return next((a for a, _ in found if a), None), next((b for _, b in found if b), None)

@@ -68,9 +68,10 @@ def tokenise(
             work = [(paths[i], units[i]) for i, part in enumerate(parts) if part is None]
             _write(work, rules, tokenizer, folder, processes, report)
         parts = [part or cache.read_part(path) for part, path in zip(parts, paths, strict=True)]
-    if None in parts:
+    whole = [part for part in parts if part is not None]
+    if len(whole) < len(parts):
         raise DataError(f"{paths[parts.index(None)]} was written and is gone: is the cache being cleared?")
-    return parts
+    return whole
 
 
 def encode_unit(unit: Unit, rules: Rules, tokenizer: Tokenizer) -> Iterator[Batch]:
@@ -159,9 +160,10 @@ def _write(
             worker.wait()
         pool.shutdown(cancel_futures=True)
         for worker in workers:
-            worker.stdout.close()
-            with contextlib.suppress(BrokenPipeError):
-                worker.stdin.close()
+            for pipe in (worker.stdout, worker.stdin):
+                assert pipe is not None
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
         cache.remove_unfinished(folder, tuple(worker.pid for worker in workers))
 
 
@@ -175,6 +177,7 @@ def _start_worker(rules: Rules) -> subprocess.Popen:
 
 
 def _ask(worker: subprocess.Popen, path: Path, unit: Unit) -> None:
+    assert worker.stdin is not None and worker.stdout is not None
     try:
         worker.stdin.write(json.dumps([str(path), unit]) + "\n")
         worker.stdin.flush()

@@ -107,7 +107,7 @@ def _call(doing: str, function: Any, *args: Any, **kwargs: Any) -> Any:
 def _unspellable(config: dict, special: set[str]) -> dict:
     """The config with every special token renamed, and without the template that adds them."""
     model = dict(config["model"])
-    names = {name: f"\ufdd0{i}\ufdd0special" for i, name in enumerate(sorted(special))}
+    names: dict[str | None, str] = {name: f"\ufdd0{i}\ufdd0special" for i, name in enumerate(sorted(special))}
     # The unknown token is what the model gives for want of a better one, under its own name.
     names.pop(model.get("unk_token"), None)
     vocabulary = model.get("vocab")

@@ -85,18 +85,18 @@ def jobs(
 
 def cast_all(jobs: Sequence[Job], group: ProcessGroup | None) -> list[Codes]:
     """The codes of every job. Amaxes that span ranks share one all-reduce."""
-    amaxes = [_amax(job) for job in jobs]
-    spanning = [i for i, job in enumerate(jobs) if job.spans and amaxes[i] is not None]
+    amaxes = {i: _amax(job) for i, job in enumerate(jobs) if job.scale is None}
+    spanning = [i for i in amaxes if jobs[i].spans]
     if group is not None and spanning:
         flat = torch.cat([amaxes[i].reshape(-1) for i in spanning])
         reduced = collectives.all_reduce_max(flat, group).split([amaxes[i].numel() for i in spanning])
         for i, amax in zip(spanning, reduced, strict=True):
             amaxes[i] = amax.view(amaxes[i].shape)
     codes = []
-    for job, amax in zip(jobs, amaxes, strict=True):
+    for i, job in enumerate(jobs):
         dtype, scale = FORMATS[job.operand.format], job.scale
-        if amax is not None:
-            scale = formats.scale_from_amax(amax, dtype, job.operand.power_of_two)
+        if scale is None:
+            scale = formats.scale_from_amax(amaxes[i], dtype, job.operand.power_of_two)
         codes.append(_cast(job, scale, dtype))
     return codes
 
@@ -110,9 +110,7 @@ def _cast(job: Job, scale: Tensor, dtype: torch.dtype) -> Codes:
     return Codes(formats.cast(job.matrix, each, dtype), scale)
 
 
-def _amax(job: Job) -> Tensor | None:
-    if job.scale is not None:
-        return None
+def _amax(job: Job) -> Tensor:
     if job.tile is not None:
         return formats.block_amax(job.matrix, job.tile).float()
     return formats.amax(job.matrix, None if job.operand.granularity == "tensor" else job.dim).float()

@@ -7,7 +7,7 @@ differentiated through; `linear.py` has the gradient.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,15 +44,15 @@ def port_of(x: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.compiler.allow_in_graph
 class _Port(torch.autograd.Function):
     @staticmethod
-    def forward(x, dtype):
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.zeros((), dtype=dtype, device=x.device).expand(x.shape)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.dtype = inputs[0].dtype
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad.to(ctx.dtype), None
 
 

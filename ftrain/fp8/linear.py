@@ -13,7 +13,7 @@ codes are those that one rank alone would make.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -110,7 +110,15 @@ class _Plan(NamedTuple):
     x_is_transposed: bool
 
 
-def _apply(x, weights, recipe, form, group, x_history, g_histories) -> tuple[Tensor, ...]:
+def _apply(
+    x: Tensor,
+    weights: Sequence[Tensor | Scaled],
+    recipe: Recipe,
+    form: str,
+    group: ProcessGroup | None,
+    x_history: History | None,
+    g_histories: Sequence[History] | None,
+) -> tuple[Tensor, ...]:
     if group is None or group.size() == 1:
         form, group = "local", None
     _refuse(x, weights, recipe, form, group, x_history, g_histories)
@@ -140,9 +148,10 @@ def _apply(x, weights, recipe, form, group, x_history, g_histories) -> tuple[Ten
     x_codes, w_codes = codes[:n_x], iter(codes[n_x:])
     if gather_codes:
         x_codes = [Codes(*sequence.gather_codes(c.data, c.scale, x.shape[:-1], group)) for c in x_codes]
-    for_output = x_codes[0][:2] if first else (None, None)
+    none: tuple[Any, Any] = (None, None)
+    for_output = x_codes[0][:2] if first else none
     once = shared(first, second)  # then grad_weight takes the codes of output, and they are not passed twice
-    for_grad_weight = (None, None) if once or not x_codes or not second else x_codes[-1][:2]
+    for_grad_weight = none if once or not x_codes or not second else x_codes[-1][:2]
     transposed = once and x_codes[0].data_t is not None
     if transposed:
         for_grad_weight = (x_codes[0].data_t, x_codes[0].scale)
@@ -150,25 +159,34 @@ def _apply(x, weights, recipe, form, group, x_history, g_histories) -> tuple[Ten
     outputs = []
     mains = _FanOut.apply(main, len(weights)) if len(weights) > 1 else (main,)
     for i, w in enumerate(weights):
-        g_history = (None, None) if g_histories is None else g_histories[i]
+        g_history = none if g_histories is None else g_histories[i]
+        weight: tuple[Any, Any]
         if isinstance(w, Scaled):
             w_main, weight = w.port, (w.data, w.scale)
         else:
-            w_main, weight = w, next(w_codes)[:2] if first else (None, None)
+            w_main, weight = w, next(w_codes)[:2] if first else none
         plan = _Plan(recipe, form, group, isinstance(w, Scaled), transposed)
         args = (*for_output, *for_grad_weight, w_main, *weight, *g_history)
         outputs.append(_Product.apply(plan, mains[i], *args))
     return tuple(outputs)
 
 
-def _refuse(x, weights, recipe, form, group, x_history, g_histories) -> None:
+def _refuse(
+    x: Tensor,
+    weights: Sequence[Tensor | Scaled],
+    recipe: Recipe,
+    form: str,
+    group: ProcessGroup | None,
+    x_history: History | None,
+    g_histories: Sequence[History] | None,
+) -> None:
     if x.ndim < 2:
         raise ValueError(f"fp8 linear: x is {tuple(x.shape)}; it needs a dim of tokens and one of features.")
     if form != "local" and any(operand.granularity == "block" for _, _, operand in operands(recipe)):
         raise ValueError(
             f"{form}-parallel fp8 linear with recipe {recipe.name!r}: a block of 128 would lie on two ranks."
         )
-    if form == "row" and x.shape[-2] % group.size():
+    if group is not None and form == "row" and x.shape[-2] % group.size():
         raise ValueError(
             f"row-parallel fp8 linear: x is {tuple(x.shape)}; its sequence, {x.shape[-2]}, must be a "
             f"multiple of the {group.size()} ranks that the output is scattered over."
@@ -199,15 +217,15 @@ class _FanOut(torch.autograd.Function):
     """x for each of n uses. Their gradients sum in float32 and are rounded once, eager and compiled alike."""
 
     @staticmethod
-    def forward(x, n):
+    def forward(x: Tensor, n: int) -> tuple[Tensor, ...]:
         return tuple(x.view_as(x) for _ in range(n))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         used = [grad for grad in grads if grad is not None]
         total = used[0].to(torch.float32)
         for grad in used[1:]:
@@ -220,15 +238,15 @@ class _Observe(torch.autograd.Function):
     """x itself; in the backward, its amax goes out as the cotangent of port."""
 
     @staticmethod
-    def forward(x, port, amax):
+    def forward(x: Tensor, port: Tensor, amax: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, ctx.saved_tensors[0].view_as(ctx.saved_tensors[0]), None
 
 
@@ -241,7 +259,19 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(plan, x, x_data, x_scale, xt_data, xt_scale, w, w_data, w_scale, g_scale, g_port):
+    def forward(
+        plan: _Plan,
+        x: Tensor,
+        x_data: Any,
+        x_scale: Any,
+        xt_data: Any,
+        xt_scale: Any,
+        w: Tensor,
+        w_data: Any,
+        w_scale: Any,
+        g_scale: Any,
+        g_port: Any,
+    ) -> Tensor:
         product = plan.recipe.output
         if product is None:
             y = x.flatten(0, -2) @ w.t().to(x.dtype)
@@ -253,7 +283,7 @@ class _Product(torch.autograd.Function):
         return y
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         plan, x, x_data, x_scale, xt_data, xt_scale, w, w_data, w_scale, g_scale, g_port = inputs
         ctx.plan, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = plan, x.shape, x.dtype, w.dtype
         ctx.observed = g_port is not None
@@ -273,7 +303,7 @@ class _Product(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         static = (ctx.plan, ctx.x_shape, ctx.x_dtype, ctx.w_dtype, ctx.observed)
         grad_x, grad_w, g_amax = _Pullback.apply(*static, g, *ctx.saved_tensors)
         no_codes, g_amax = (None, None), g_amax if ctx.observed else None
@@ -284,7 +314,19 @@ class _Pullback(torch.autograd.Function):
     """The backward as a primitive: torch.func runs backwards with create_graph, and would record it."""
 
     @staticmethod
-    def forward(plan, x_shape, x_dtype, w_dtype, observed, g, x_saved, x_scale, w_saved, w_scale, g_scale):
+    def forward(
+        plan: _Plan,
+        x_shape: torch.Size,
+        x_dtype: torch.dtype,
+        w_dtype: torch.dtype,
+        observed: bool,
+        g: Tensor,
+        x_saved: Tensor,
+        x_scale: Any,
+        w_saved: Tensor,
+        w_scale: Any,
+        g_scale: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         recipe, g_split = plan.recipe, SPLIT[plan.form]["g"]
         to_input, to_weight = recipe.grad_input, recipe.grad_weight
         g_amax = formats.amax(g).float() if observed else g.new_zeros((), dtype=torch.float32)
@@ -321,11 +363,11 @@ class _Pullback(torch.autograd.Function):
         return grad_x.view(x_shape), grad_w, g_amax
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         raise RuntimeError("an fp8 linear layer has no second derivative")
 
 

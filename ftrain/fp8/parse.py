@@ -85,8 +85,11 @@ def _parse_product(value: Any, product: str, path: str, problems: list[str]) -> 
     fast = value.get("fast_accumulation", False)
     if not isinstance(fast, bool):
         problems.append(f"{path}.fast_accumulation: {fast!r} is not true or false.")
-    pair = [_parse_operand(value[name], f"{path}.{name}", problems) for name in names if name in value]
-    return Product(*pair, fast_accumulation=bool(fast)) if len(pair) == 2 else None
+    found = [_parse_operand(value[name], f"{path}.{name}", problems) for name in names if name in value]
+    if len(found) < len(names):
+        return None
+    left, right = found
+    return Product(left, right, fast_accumulation=bool(fast))
 
 
 def _parse_operand(value: Any, path: str, problems: list[str]) -> Operand:

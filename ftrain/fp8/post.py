@@ -74,23 +74,27 @@ def make_post(
         amaxes = weight_amaxes([local[path] for path in paths])
         if not codes_travel:
             amaxes = amaxes.to(wire_dtype).float()  # rounding keeps order: the amax of the rounded is the rounded amax
-        history, scales, w_scales = None, {}, {}
+        history: delayed.State | None = None
+        scales: dict[str, delayed.Triple] = {}
+        w_scales: dict[str, Tensor] = {}
         nothing_seen = _nothing_seen(old, state.step)
         if with_history:
             history = _advance(old, dict(zip(paths, amaxes.unbind(), strict=True)), nothing_seen, all_reduce_max)
             scales = delayed.scales(history, recipe)
         if w_history:
             w_scales = {path: scales[path].w for path in paths}
-        elif precompute:
+        elif precompute and operand is not None:
             amaxes = amaxes if all_reduce_max is None else all_reduce_max(amaxes)
             made = formats.scale_from_amax(amaxes, FORMATS[operand.format], operand.power_of_two)
             w_scales = dict(zip(paths, made.unbind(), strict=True))
 
-        def weight(path: str, _) -> WeightState | None:
+        def weight(path: str, _: Any) -> WeightState | None:
             if not runs(path):
                 return None
             scale = w_scales.get(path)
-            codes = cast(local[path], scale, FORMATS[operand.format]) if cache and codes_travel and precompute else None
+            codes = None
+            if cache and codes_travel and precompute and operand is not None:
+                codes = cast(local[path], scale, FORMATS[operand.format])
             if not with_history:
                 return WeightState(scale, codes)
             # Before a first step nothing was seen of x and g: that step scales them by their own amax.
@@ -99,7 +103,7 @@ def make_post(
             return WeightState(scale, codes, x, g)
 
         weights = tree.map_named(weight, abstract)
-        nested = tree.map_named(lambda path, _: history.get(path), abstract) if with_history else None
+        nested = None if history is None else _nested(history, abstract)
         return state._replace(fp8_state=Fp8State(weights, nested))
 
     return post
@@ -115,6 +119,10 @@ def weight_amaxes(shards: Sequence[Tensor]) -> Tensor:
     zero = torch.zeros((), device=shards[0].device)
     amaxes = torch.stack([next(norms).to(torch.float32) if shard.numel() else zero for shard in shards])
     return torch.where(amaxes.isnan(), float("inf"), amaxes)
+
+
+def _nested(history: delayed.State, abstract: Any) -> Any:
+    return tree.map_named(lambda path, _: history.get(path), abstract)
 
 
 def _nothing_seen(state: Fp8State, step: int) -> bool:

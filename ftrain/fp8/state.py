@@ -37,14 +37,14 @@ class Fp8Weight(NamedTuple):
     @property
     def observed(self) -> tuple[Tensor | None, Tensor | None]:
         """In a tree of gradients: the amaxes of x and of g that came out of the histories' ports."""
-        return tuple(None if history is None else history.port for history in (self.x, self.g))
+        return None if self.x is None else self.x.port, None if self.g is None else self.g.port
 
 
 def state_gradients(state: WeightState | None, observed: tuple | None) -> list[Tensor | None]:
     """What the leaves of a WeightState get in a backward: their observed amax for the ports, None for the rest."""
     if state is None:
         return []
-    known = [None for part in (state.scale, state.codes) if part is not None]
+    known: list[Tensor | None] = [None for part in (state.scale, state.codes) if part is not None]
     for history, amax in zip((state.x, state.g), observed or (None, None), strict=True):
         if history is not None:
             known += [None] * (history.scale is not None) + [amax]

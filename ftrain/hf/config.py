@@ -182,8 +182,8 @@ def _config(raw: dict[str, Any], name: str) -> tuple[Any, list[str]]:
             problems.append(f"{key} = {json.dumps(value)}: expected {wrong}")
         else:
             values[name_] = value
-    theta, scaling, wrong = _rope(raw, form.absent["rope_theta"])
-    problems += wrong
+    theta, scaling, more = _rope(raw, form.absent["rope_theta"])
+    problems += more
     if problems:
         return None, problems
     return config(**values, rope_theta=float(theta), rope_scaling=scaling), []

@@ -120,7 +120,7 @@ def write_file(path: Path, tensors: Sequence[ToWrite], values: Iterable[torch.Te
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor, value in zip(tensors, values, strict=True):
             assert (tuple(value.shape), value.dtype) == (tensor.shape, tensor.dtype), f"{tensor}: {value.shape}"
-            view = memoryview(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            view = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             while view:  # one call writes at most 2 GiB
                 view = view[file.write(view) :]
 

@@ -101,7 +101,7 @@ def save(
         for file, part in parts.items():
             values = (_whole(leaves[tensor.name], tensor.dtype) for tensor in part)  # gathered as they are taken
 
-            def write(file=file, part=part, values=values) -> None:
+            def write(file: str = file, part: Any = part, values: Any = values) -> None:
                 try:
                     if writes:
                         write_file(temporary / file, part, values)
@@ -116,7 +116,7 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def files_of(folder: Path | str, names: tuple[str, ...]) -> dict[str, Path]:
+def files_of(folder: Path | str, names: tuple[str, ...]) -> dict[str, Path | str]:
     """Those of these files that lie in `folder`, by name."""
     paths = {name: Path(folder).expanduser() / name for name in names}
     return {name: path for name, path in paths.items() if path.is_file()}

@@ -13,6 +13,7 @@ from torch import Tensor
 from ftrain.kernels import HAS_TRITON
 
 MOMENTS = (torch.float32, torch.bfloat16)  # dtypes that the moments may be kept in
+Scalars = tuple[float, float, float, float, float]  # what an update multiplies with: see adamw_
 
 
 def adamw_(
@@ -50,7 +51,9 @@ def runs_on(x: Tensor) -> bool:
     return x.is_cuda and HAS_TRITON
 
 
-def _plain(p, g, m, v, factor, beta1, beta2, eps, scalars) -> None:
+def _plain(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, factor: Tensor, beta1: float, beta2: float, eps: float, scalars: Scalars
+) -> None:
     # Every product is rounded before it is added, as in the kernel: no fused multiply-add, on any device.
     one_minus_beta1, one_minus_beta2, decay, rate, correction = scalars
     g = g.float() * factor
@@ -61,7 +64,9 @@ def _plain(p, g, m, v, factor, beta1, beta2, eps, scalars) -> None:
     p.copy_(p * decay - (new_m / (new_v.sqrt() * correction + eps)) * rate)
 
 
-def _launch(p, g, m, v, factor, beta1, beta2, eps, scalars) -> None:
+def _launch(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, factor: Tensor, beta1: float, beta2: float, eps: float, scalars: Scalars
+) -> None:
     n = p.numel()
     block = 1024
     with torch.cuda.device(p.device):

@@ -12,7 +12,7 @@ Weights of products are (out, in).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -172,8 +172,8 @@ def attend(
     q, k, v = linear.column(h_BSD, weights["wq"], weights["wk"], weights["wv"])
     q, k, v = (rearrange(t, "b s (h e) -> b s h e", e=cfg.head_dim) for t in (q, k, v))
     # Turned before heads and sequence change places: what attention reads and writes then lies as products take it.
-    heads = (rearrange(t, "b s h e -> b h s e") for t in (rope(q, table), rope(k, table), v))
-    out_BHSE = attention(*heads, mask)
+    q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (rope(q, table), rope(k, table), v))
+    out_BHSE = attention(q, k, v, mask)
     return linear.row(rearrange(out_BHSE, "b h s e -> b s (h e)"), weights["wo"])
 
 
@@ -244,7 +244,7 @@ def decoder(cfg: Config, ex: Execution, declared: dict, block: Callable[..., tor
     run_head_loss = ex.jit(partial(head_loss, cfg=cfg, linear=linear))
     frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling).to(ex.mesh.device)
 
-    def hidden(params: dict, tokens_BS: torch.Tensor, segments_BS: torch.Tensor | None, fp8) -> torch.Tensor:
+    def hidden(params: dict, tokens_BS: torch.Tensor, segments_BS: torch.Tensor | None, fp8: Any) -> torch.Tensor:
         table = rope_table(tokens_BS.shape[1], frequencies)
         mask = None if segments_BS is None else same_document(segments_BS)
         x_BSD = fold(run_embedding, [Layer({"embedding": params["embedding"]})], tokens_BS, gathers=[embed_gather])
@@ -252,11 +252,11 @@ def decoder(cfg: Config, ex: Execution, declared: dict, block: Callable[..., tor
         layers = [Layer(*parts) for parts in zip(params["layers"], states, strict=True)]
         return fold(run_block, layers, x_BSD, table, mask, gathers=layer_gathers, remat=ex.remat)
 
-    def head_layer(params: dict, fp8) -> Layer:
+    def head_layer(params: dict, fp8: Any) -> Layer:
         states = None if fp8 is None else {"norm": fp8["norm"], "output": fp8[output]}
         return Layer({"norm": params["norm"], "output": params[output]}, states)
 
-    def loss(params: dict, batch: dict, fp8=None) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(params: dict, batch: dict, fp8: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         x_BSD = hidden(params, batch["tokens"], batch.get("segments"), fp8)
         # A tensor peer holds a slice of the sequence; its chunk's targets are that chunk of every peer's slice.
         targets_BTS = rearrange(batch["targets"], "b (t s) -> b t s", s=x_BSD.shape[1])
@@ -266,7 +266,7 @@ def decoder(cfg: Config, ex: Execution, declared: dict, block: Callable[..., tor
         total = sum_over_chunks(run_head_loss, head_layer(params, fp8), pieces, consts, gather=head_gather)
         return total, (batch["targets"] != IGNORE).sum()
 
-    def logits(params: dict, tokens_BS: torch.Tensor, fp8=None) -> torch.Tensor:
+    def logits(params: dict, tokens_BS: torch.Tensor, fp8: Any = None) -> torch.Tensor:
         x_BSD = hidden(params, tokens_BS, None, fp8)
         return fold(run_head, [head_layer(params, fp8)], x_BSD, gathers=[head_gather])
 

@@ -107,6 +107,7 @@ def _of_hf(model: Model) -> Any:
     """What the config.json of model.hf says (hf.config.HfConfig). Raises RecipeError."""
     from ftrain.hf.config import HfError, read_config
 
+    assert model.hf is not None
     try:
         return read_config(model.hf)
     except HfError as error:
@@ -138,8 +139,8 @@ def resolve_parallel(parallel: Parallel, world_size: int) -> Parallel:
     if problems:
         raise RecipeError(problems)
     known = math.prod(degree for degree in parallel.degrees.values() if degree != -1)
-    left = [axis for axis, degree in parallel.degrees.items() if degree == -1]
-    return dataclasses.replace(parallel, **{axis: world_size // known for axis in left})
+    left: dict[str, Any] = {axis: world_size // known for axis, degree in parallel.degrees.items() if degree == -1}
+    return dataclasses.replace(parallel, **left)
 
 
 def accumulation(recipe: Recipe, dp: int) -> int:
@@ -302,7 +303,7 @@ def check(recipe: Recipe, world_size: int | None = None, bad: Collection[str] = 
 
     bad: keys already known to be wrong; a check that reads one of them is left out.
     """
-    problems = []
+    problems: list[str] = []
     for reads, find in _CROSS_CHECKS:
         if not any(path == read or path.startswith(read + ".") for path in bad for read in reads):
             problems += find(recipe, world_size)

@@ -11,13 +11,23 @@ import json
 import math
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 _WRONG = object()
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string", dict: "a table"}
 
 
-def key(default: Any, doc: str, *, choices=(), low=None, above=None, high=None, below=None) -> Any:
+def key(
+    default: Any,
+    doc: str,
+    *,
+    choices: Iterable[str] = (),
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    below: float | None = None,
+) -> Any:
     """A dataclass field with its check. `choices` are for strings, the range for numbers and list items."""
     check = {"doc": doc, "choices": tuple(choices), "low": low, "above": above, "high": high, "below": below}
     return dataclasses.field(default=default, metadata=check)

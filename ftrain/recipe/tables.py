@@ -245,4 +245,4 @@ class Recipe:
     validation: Validation = Validation()
 
 
-TABLES: dict[str, type] = {field.name: field.type for field in dataclasses.fields(Recipe)}
+TABLES: dict[str, type] = {field.name: type(field.default) for field in dataclasses.fields(Recipe)}

@@ -231,13 +231,13 @@ def _wire(inspection: Inspection, found: dict[str, Any]) -> str:
         calls = _count((kind[own] or kind["high_precision"] or kind["fp8"])["count"], "call")
         where = f"{kind['phase']}, {kind['op'].replace('_', '-')} over {kind['axis']}, {calls}"
         rows.append(f"<li><p><b>{kind['purpose']}</b> {where}</p>{''.join(bars)}</li>")
-    sums = dict(zip(names, _sums(found), strict=True))
-    less = (
-        f", {1 - sums['fp8'] / sums['high_precision']:.0%} less" if (sums["fp8"] or 0) < sums["high_precision"] else ""
-    )
-    fp8 = "fp8 cannot run here" if sums["fp8"] is None else f"{size(sums['fp8'])} with fp8{less}"
+    high_sum, fp8_sum = _sums(found)
+    fp8 = "fp8 cannot run here"
+    if fp8_sum is not None:
+        less = f", {1 - fp8_sum / high_sum:.0%} less" if fp8_sum < high_sum else ""
+        fp8 = f"{size(fp8_sum)} with fp8{less}"
     says = (
-        f"{size(sums['high_precision'])} in {high}; {fp8}. The recipe says {names[own]}. "
+        f"{size(high_sum)} in {high}; {fp8}. The recipe says {names[own]}. "
         "Bytes are those that one rank sends in a ring."
     )
     return _section("wire", "Bytes a step", f'<p>{escape(says)}</p><ol class="pairs">{"".join(rows)}</ol>')

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ftrain import tree
 from ftrain.fold import kept_layers
 from ftrain.recipe import Recipe
-from ftrain.report.rehearsal import GATHERED, MICRO_BATCHES, Rehearsal, rehearse
+from ftrain.report.rehearsal import GATHERED, MICRO_BATCHES, PerElement, Rehearsal, rehearse
 from ftrain.run import Run
 
 WHOLE = 4  # models of up to so many layers are rehearsed whole
@@ -60,13 +60,13 @@ def rehearse_deep(recipe: Recipe, run: Run, rank: int = 0, calls_only: bool = Fa
         return rehearse(shallow(recipe, run, make, depth), run.mesh_shape, rank, most)
 
     grown = {make: Growth(at(make, 1), at(make, depth), depth) for make in makes}
-    main = max(makes, key=makes.get)
+    main = max(makes, key=makes.__getitem__)
     counts, sent = grown[main].at(lambda r: r.counts, makes[main]), grown[main].at(lambda r: r.sent, makes[main])
     for make in makes:
         if make != main:
             counts = plus(counts, makes[make], grown[make].of(lambda r: r.counts))
             sent = plus(sent, makes[make], grown[make].of(lambda r: r.sent))
-    frequent = {make.kept: grown[make] for make in sorted(makes, key=makes.get)}
+    frequent = {make.kept: grown[make] for make in sorted(makes, key=makes.__getitem__)}
     n, kept = sum(makes.values()), kept_layers(recipe.train.remat, sum(makes.values()))
     per_element = {path: _of_a_layer(path, grown[main].some) for path in tree.names(run.abstract)}
     memory = _memory(frequent, {True: kept, False: n - kept})
@@ -139,7 +139,7 @@ def _memory(grown: dict[bool, Growth], layers: dict[bool, int]) -> Rehearsal:
     )
 
 
-def _of_a_layer(path: str, shallow_one: Rehearsal):
+def _of_a_layer(path: str, shallow_one: Rehearsal) -> PerElement:
     """What a shallow rehearsal found for the parameter at `path` of the deep model: that of the first layer."""
     if path.startswith("layers."):
         path = f"layers.0.{path.split('.', 2)[2]}"

@@ -120,7 +120,7 @@ def planned_run(recipe: Recipe, world_size: int, rank: int) -> Run:
     shape = MeshShape(parallel.replicate, parallel.tensor, parallel.shard)
     mesh = PlannedMesh(shape, rank)
     eager = replace(recipe, train=replace(recipe.train, compile=False))
-    return Run(eager, World(rank, world_size), mesh.device, mesh)
+    return Run(eager, World(rank, world_size), mesh.device, mesh.as_mesh())
 
 
 def _other_traffic(recipe: Recipe, run: Run) -> list[Line] | None:

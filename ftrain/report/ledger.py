@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ class Ledger(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled under a ledger, and to be skipped costs an import of half a second
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.changes: list[Change] = []
         self.calls: list[Call] = []
@@ -72,7 +72,7 @@ class Ledger(TorchDispatchMode):
         self.solid: set[int] = set()
         self._alive: dict[int, tuple[int, weakref.ref]] = {}  # address -> (storage, something that tells when it goes)
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if op.namespace in ("c10d", "_c10d_functional") and op._opname not in _NO_CALLS:
             self._note_call(op, args)
         result = op(*args, **(kwargs or {}))
@@ -98,7 +98,7 @@ class Ledger(TorchDispatchMode):
             return  # the second: a view of something from before the ledger
         number, nbytes = len(self.makers), storage.nbytes()
 
-        def gone(_):
+        def gone(_: Any) -> None:
             del self._alive[address]
             self.changes.append(Change(number, -nbytes))
 
@@ -106,7 +106,7 @@ class Ledger(TorchDispatchMode):
         self.makers.append(makers())
         self.changes.append(Change(number, nbytes))
 
-    def _note_call(self, op, args) -> None:
+    def _note_call(self, op: Any, args: tuple) -> None:
         tensors = list(_tensors(args))
         # In-place forms of gather and scatter take the output first; what a rank puts in is the other one.
         sent = tensors[1] if op._opname in ("_allgather_base_", "_reduce_scatter_base_") else tensors[0]
@@ -117,7 +117,8 @@ class Ledger(TorchDispatchMode):
 
 def makers() -> tuple[str, ...]:
     """The functions of ftrain, but for this report's own, that are running now, innermost first."""
-    names, frame = [], sys._getframe(1)
+    names: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (name := _name(frame.f_code)) is not None:
             names.append(name)

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
 
-from ftrain.sharding import MeshShape
+from ftrain.sharding import Mesh, MeshShape
 
 WORLD = "world"  # the axis of a collective over all ranks
 
@@ -22,12 +24,12 @@ class Peers(dist.ProcessGroup):
     """The ranks along one axis, as number `rank` of `size` sees them. Nothing can be sent to them."""
 
     def __init__(self, axis: str, rank: int, size: int):
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stub lacks the constructor without a store
         self.axis = axis
 
     @property
-    def group_name(self) -> str:
-        return f"ftrain planned {self.axis}"
+    def group_name(self) -> GroupName:
+        return GroupName(f"ftrain planned {self.axis}")
 
     def getBackendName(self) -> str:  # torch asks for it by this name
         return "planned"
@@ -61,6 +63,10 @@ class PlannedMesh:
         """All ranks, or None when there is one."""
         return self._groups.get(WORLD)
 
+    def as_mesh(self) -> Mesh:
+        """This, to whoever asks for a Mesh: it has all that one is asked for."""
+        return cast(Mesh, self)
+
     @contextmanager
     def known(self) -> Iterator[None]:
         """torch finds a group by its name in a table of the process: be in it for the span of a rehearsal."""
@@ -77,6 +83,6 @@ def axis_of(argument: object) -> str | None:
     """The axis of a planned group among the arguments of a collective, or None if the argument is no such group."""
     if isinstance(argument, str):
         return argument.removeprefix("ftrain planned ") if argument.startswith("ftrain planned ") else None
-    if isinstance(argument, torch.ScriptObject) and argument._type().name() == "ProcessGroup":
+    if isinstance(argument, torch.ScriptObject) and argument._type().name() == "ProcessGroup":  # type: ignore[attr-defined]  # torch's stub lacks it
         argument = dist.ProcessGroup.unbox(argument)
     return getattr(argument, "axis", None) if isinstance(argument, dist.ProcessGroup) else None

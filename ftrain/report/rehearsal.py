@@ -23,6 +23,7 @@ from ftrain.report.planned import PlannedMesh
 from ftrain.run import Run
 from ftrain.sharding import MeshShape, local_shape
 from ftrain.step import TrainState, init_state, make_train_step
+from ftrain.tree import Tree
 
 # What a storage is for, by the first of these functions that was running when it was made.
 PARAMETERS, OPTIMIZER, FP8_STATE, GRADIENTS = "parameters", "optimizer state", "fp8 state", "gradients"
@@ -96,7 +97,7 @@ class _Marks:
         self.known: int = 0  # where the last loss is known
         self.optimizer: set[int | None] = set()
         self.gradients: list[torch.dtype] = []
-        self.gradient_storages: set[int | None] = set()
+        self.gradient_storages: set[int] = set()
 
     def now(self) -> tuple[int, int]:
         return len(self.ledger.changes), len(self.ledger.calls)
@@ -107,27 +108,30 @@ def rehearse(recipe: Recipe, shape: MeshShape, rank: int = 0, most: int = MICRO_
 
     most: micro-batches to go through, if there are so many. Two do for the collectives; memory needs all three.
     """
-    mesh = PlannedMesh(shape, rank)
+    planned = PlannedMesh(shape, rank)
+    mesh = planned.as_mesh()
     eager = replace(recipe, train=replace(recipe.train, compile=False))
     run = Run(eager, World(rank, shape.size), mesh.device, mesh)
     micro_batches = min(run.micro_batches, most)
     ledger = Ledger()
     marks = _Marks(ledger)
 
-    def loss(*args, **kwargs):
+    def loss(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         marks.losses.append(marks.now())
         value = run.model.loss(*args, **kwargs)
         marks.known = marks.now()[0]
         return value
 
-    def norm(grads):
+    def norm(grads: Tree) -> torch.Tensor:
         marks.done = marks.now()
         leaves = tree.leaves(grads)
         marks.gradients = [leaf.dtype for leaf in leaves]
-        marks.gradient_storages = {ledger.number_of(leaf) for leaf in leaves}
+        numbers = [ledger.number_of(leaf) for leaf in leaves]
+        marks.gradient_storages = {number for number in numbers if number is not None}
+        assert run.optimizer.norm is not None
         return run.optimizer.norm(grads)
 
-    def in_place(grads, state, params, **_):
+    def in_place(grads: Tree, state: Tree, params: Tree, **_: Any) -> tuple[Tree, Tree]:
         return params, state
 
     optimizer = run.optimizer._replace(norm=norm, apply=run.optimizer.apply and in_place)
@@ -141,7 +145,7 @@ def rehearse(recipe: Recipe, shape: MeshShape, rank: int = 0, most: int = MICRO_
         donate=True,
         prepare=run.execution.prepare,
     )
-    with warnings.catch_warnings(), mesh.known(), ledger:
+    with warnings.catch_warnings(), planned.known(), ledger:
         warnings.simplefilter("ignore")
         params = tree.map(
             lambda param, plan: torch.empty(
@@ -196,7 +200,11 @@ def _read(marks: _Marks, micro_batches: int, per_element: dict[str, PerElement],
 
     begins = [changes for changes, _ in marks.losses]
     moments = {start, marks.known, marks.done[0], *begins}
-    alive, most, forward, backward, at = Counter(), Counter(), Counter(), Counter(), {}
+    alive: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
+    at: dict[int, Counter[str]] = {}
     for index, (storage, nbytes) in enumerate(ledger.changes):
         if index in moments:
             at[index] = alive.copy()
@@ -212,7 +220,8 @@ def _read(marks: _Marks, micro_batches: int, per_element: dict[str, PerElement],
         elif index >= marks.known and alive.total() > backward.total():
             backward = alive.copy()
 
-    counts, sent = Counter(), Counter()
+    counts: Counter[Site] = Counter()
+    sent: Counter[Site] = Counter()
     *_, last_but_one, last = [0, *(calls for _, calls in marks.losses)]
     left_out = micro_batches - len(begins)
     for index, call in enumerate(ledger.calls[marks.start[1] :], marks.start[1]):

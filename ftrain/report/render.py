@@ -174,18 +174,18 @@ def table(rows: Iterable[Sequence[str]], left: tuple[int, ...]) -> list[str]:
 
     Where that is wider than COLUMNS, first cells that are too long have a line of their own.
     """
-    rows = [list(row) for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    cells = [list(row) for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     gaps = 2 * (len(widths) - 1) + 2
     widths[0] = min(widths[0], max(8, COLUMNS - gaps - sum(widths[1:])))
     lines = []
-    for row in rows:
+    for row in cells:
         if len(row[0]) > widths[0]:
             lines.append("  " + row[0])
             row[0] = ""
         if any(row):
-            cells = zip(row, widths, strict=True)
-            line = "  ".join(text.ljust(n) if i in left else text.rjust(n) for i, (text, n) in enumerate(cells))
+            columns = enumerate(zip(row, widths, strict=True))
+            line = "  ".join(text.ljust(n) if i in left else text.rjust(n) for i, (text, n) in columns)
             lines.append("  " + line.rstrip())
     return lines
 

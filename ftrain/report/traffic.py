@@ -47,7 +47,9 @@ class Line:
 
 def traffic(rehearsal: Rehearsal, mesh: MeshShape) -> list[Line]:
     """The lines of a rehearsed step: those over `shard` first, each in the order forward, backward, update."""
-    counts, sent, dtypes = Counter(), Counter(), {}
+    counts: Counter[tuple[str, str, str, str]] = Counter()
+    sent: Counter[tuple[str, str, str, str]] = Counter()
+    dtypes: dict[tuple[str, str, str, str], set[str]] = {}
     for site, count in rehearsal.counts.items():
         key = (purpose_of(site), phase_of(site), site.op, site.axis)
         counts[key] += count
@@ -56,7 +58,9 @@ def traffic(rehearsal: Rehearsal, mesh: MeshShape) -> list[Line]:
     lines = []
     for key, count in counts.items():
         n = mesh.size if key[3] == WORLD else getattr(mesh, key[3])
-        lines.append(Line(*key, count, sent[key], moved(key[2], sent[key], n), tuple(sorted(dtypes[key]))))
+        purpose, phase, op, axis = key
+        bytes_moved = moved(op, sent[key], n)
+        lines.append(Line(purpose, phase, op, axis, count, sent[key], bytes_moved, tuple(sorted(dtypes[key]))))
     axes, phases = (*reversed(AXES), WORLD), ("forward", "backward", "update")
     return sorted(lines, key=lambda line: (axes.index(line.axis), phases.index(line.phase), line.purpose, line.op))
 
