@@ -28,10 +28,20 @@ LLAMA3 = {
 def write_llama(folder: Path | str, dtype=torch.float32, seed: int = 0, **changes) -> transformers.LlamaForCausalLM:
     """Write a random T0 with changed keys of its config as transformers does, and return it."""
     torch.manual_seed(seed)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**T0 | changes)).eval()
+    return _write(transformers.LlamaForCausalLM(transformers.LlamaConfig(**T0 | changes)), folder, dtype)
+
+
+def write_qwen3(folder: Path | str, dtype=torch.float32, seed: int = 0, **changes) -> transformers.Qwen3ForCausalLM:
+    """The same for a T0 of Qwen3, whose heads are wider than hidden_size / num_attention_heads."""
+    torch.manual_seed(seed)
+    config = transformers.Qwen3Config(**T0 | {"head_dim": 8} | changes)
+    return _write(transformers.Qwen3ForCausalLM(config), folder, dtype)
+
+
+def _write(model: transformers.PreTrainedModel, folder: Path | str, dtype: torch.dtype):
     for parameter in model.parameters():  # as far from zero and from each other as a trained model's
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
-    model.to(dtype).save_pretrained(folder)
+    model.eval().to(dtype).save_pretrained(folder)
     return model
 
 
@@ -42,14 +52,14 @@ def edit(folder: Path, remove: tuple[str, ...] = (), **changes) -> None:
     path.write_text(json.dumps({key: value for key, value in config.items() if key not in remove}))
 
 
-def reopened(folder: Path | str) -> transformers.LlamaForCausalLM:
+def reopened(folder: Path | str) -> transformers.PreTrainedModel:
     """The checkpoint as transformers reads it, which must find all that it looks for and nothing else."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
 
 
-def logits_of(model: transformers.LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """What a model of transformers says at every position."""
     with torch.no_grad():
         return model(tokens).logits

@@ -11,7 +11,7 @@ import torch
 from ftrain import Run, load_recipe, optim, tree
 from ftrain.execution import Execution
 from ftrain.launch import World
-from ftrain.models import llama
+from ftrain.models import family, llama
 from ftrain.nn import IGNORE
 from ftrain.param import Param
 from ftrain.sharding import MeshShape, full, initialize, make_mesh
@@ -69,7 +69,8 @@ def one_step(rank, shape, cfg, options, rows=SEQUENCES, documents=False, dtype=t
     """
     mesh = mesh_of(shape)
     execution = Execution(mesh=mesh, **options)
-    declared = tree.map(lambda p: Param(p.shape, p.axes, p.init, dtype), llama.abstract(cfg))
+    model = family(type(cfg).__module__.rpartition(".")[2])
+    declared = tree.map(lambda p: Param(p.shape, p.axes, p.init, dtype), model.abstract(cfg))
     plans = execution.plans(declared)
     optimizer = gradient_as_parameters(make_global_norm(mesh, plans))
     state = init_state(initialize(declared, plans, mesh, seed=7), optimizer)
@@ -77,7 +78,7 @@ def one_step(rank, shape, cfg, options, rows=SEQUENCES, documents=False, dtype=t
     batch = {key: value[mine * each : (mine + 1) * each] for key, value in batch_of(cfg, documents).items()}
     micro_batches = each // math.gcd(each, rows)
     step = make_train_step(
-        llama.make_model(cfg, execution).loss, optimizer, mesh=mesh, plans=plans, micro_batches=micro_batches
+        model.make_model(cfg, execution).loss, optimizer, mesh=mesh, plans=plans, micro_batches=micro_batches
     )
     after, metrics = step(state, batch)
     numbers = {name: metrics[name].item() for name in ("loss", "grad_norm", "tokens")}

@@ -318,12 +318,12 @@ def test_rope_scaling_is_checked_to_the_last_key(write):
 # --- shipped recipes, and back to text --------------------
 
 
-RANKS = {"llama3-70b": 128, "llama3-405b": 512}
+RANKS = {"debug": 4, "qwen3-debug": 4, "llama3-70b": 128, "llama3-405b": 512}
 
 
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_recipes_fit_their_machines_and_survive_a_round_trip(name, tmp_path):
-    recipe = load_recipe(name, world_size=RANKS.get(name, 8 if name != "debug" else 4))
+    recipe = load_recipe(name, world_size=RANKS.get(name, 8))
     path = tmp_path / "recipe.toml"
     path.write_text(dump(recipe))
     assert load_recipe(path) == recipe
@@ -345,6 +345,7 @@ def test_every_value_survives_a_round_trip(write, tmp_path):
 
 def test_the_shipped_recipes():
     assert {"debug", "llama3-8b", "llama3-70b", "llama3-405b", "llama3.2-1b", "llama3.2-3b"} <= set(shipped())
+    assert {"qwen3-debug", "qwen3-0.6b", "qwen3-8b"} <= set(shipped())
 
 
 def test_every_key_is_documented_and_its_default_passes_its_own_check():

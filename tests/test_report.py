@@ -34,6 +34,9 @@ WORLDS = {
     "llama3-8b": 8,
     "llama3.2-1b": 8,
     "llama3.2-3b": 8,
+    "qwen3-0.6b": 8,
+    "qwen3-8b": 8,
+    "qwen3-debug": 4,
 }
 
 

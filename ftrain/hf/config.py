@@ -28,8 +28,16 @@ KEYS = {
     "tie_embeddings": "tie_word_embeddings",
 }
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# Of another model's config.json these are not carried along: they say what made the file, or how to run its code.
-_NOT_CARRIED = ("transformers_version", "_name_or_path", "auto_map", "rope_scaling", "rope_parameters")
+# Of another model's config.json these are not carried along: they say what made the file, or how to run its code, or
+# something of each layer, of which another model may have more or fewer.
+_NOT_CARRIED = (
+    "transformers_version",
+    "_name_or_path",
+    "auto_map",
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+)
 
 
 class HfError(ValueError):
