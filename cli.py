@@ -8,13 +8,10 @@ import signal
 import sys
 import time
 import traceback
-from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import click
-
-import ftrain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -386,37 +383,17 @@ def speaking() -> "Iterator[World]":
 
 def explain(error: BaseException, rank: int) -> tuple[int, str | None, BaseException | None]:
     """(exit code, message for the user, error whose traceback is worth showing) for what ended a command."""
+    from ftrain.errors import FtrainError
     from ftrain.launch import LOST_PEER, is_lost_peer
 
-    trainer = sys.modules.get("ftrain.trainer")
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "stopped by SIGINT." if rank == 0 else None, None
-    if trainer and isinstance(error, trainer.Stopped):
-        return 128 + error.signum, str(error) if rank == 0 else None, None
-    if trainer and isinstance(error, trainer.RunFailed):
-        cause = error.__cause__
-        expected = cause is None or error.lost_peer or is_ours(cause)
-        code = LOST_PEER if error.lost_peer else 1
-        return code, f"the run failed {error}", None if expected else cause
-    if is_lost_peer(error):  # before the first step, or after the last
+    lost = is_lost_peer(error)
+    if isinstance(error, FtrainError) and (error.exit_code == LOST_PEER or not lost):
+        return error.exit_code, None if rank and error.by_rank_0 else f"{error.opening}{error}", error.unexpected
+    if lost:  # before the first step, or after the last
         return LOST_PEER, "another rank was lost", None
-    if not is_ours(error):
-        return 1, f"{type(error).__name__}: {error}", error
-    return (2 if isinstance(error, ValueError) else 1), str(error), None
-
-
-def is_ours(error: BaseException) -> bool:
-    """Whether ftrain raised this error on purpose, and so with a sentence for its reader.
-
-    True for ftrain's own classes, and for a ValueError that comes from a `raise` in ftrain's own code.
-    """
-    if type(error).__module__.split(".")[0] == "ftrain":
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    if not isinstance(error, ValueError) or not frames:
-        return False
-    here = Path(ftrain.__file__).parent
-    return Path(frames[-1].filename).is_relative_to(here) and (frames[-1].line or "").startswith("raise ")
+    return 1, f"{type(error).__name__}: {error}", error
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import collectives, fp8, hf, optim, sharding, tree
+    from .errors import FtrainError
     from .models import llama
     from .recipe import Recipe, RecipeError, load_recipe
     from .run import Run
@@ -23,6 +24,7 @@ _WHERE = {
     "sharding": ("ftrain.sharding", None),
     "tree": ("ftrain.tree", None),
     "llama": ("ftrain.models.llama", None),
+    "FtrainError": ("ftrain.errors", "FtrainError"),
     "Recipe": ("ftrain.recipe", "Recipe"),
     "RecipeError": ("ftrain.recipe", "RecipeError"),
     "load_recipe": ("ftrain.recipe", "load_recipe"),
@@ -35,6 +37,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "FtrainError",
     "Recipe",
     "RecipeError",
     "Run",

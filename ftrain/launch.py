@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ftrain.errors import FtrainError
 from ftrain.recipe import Parallel
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _LOST = (
 LOST_PEER = 3  # the exit code of a rank that ended only because another one did
 
 
-class LaunchError(ValueError):
+class LaunchError(FtrainError, ValueError):
     """Processes that cannot be started, or cannot find each other, in a sentence."""
 
 

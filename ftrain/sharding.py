@@ -22,12 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ftrain import tree
+from ftrain.errors import FtrainError
 from ftrain.param import Param, initial_rows
 
 AXES = ("replicate", "tensor", "shard")
 
 
-class ShardingError(ValueError):
+class ShardingError(FtrainError, ValueError):
     """A layout that cannot work; the message names the path, the shape, the spec and both numbers."""
 
 

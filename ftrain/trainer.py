@@ -21,9 +21,10 @@ import torch
 from ftrain import checkpoint, hf, resume, timeline
 from ftrain.checkpoint import CheckpointError
 from ftrain.data.sources import SYNTHETIC
+from ftrain.errors import FtrainError
 from ftrain.export import export
 from ftrain.interrupt import stop_requests
-from ftrain.launch import World, is_lost_peer, process_group
+from ftrain.launch import LOST_PEER, World, is_lost_peer, process_group
 from ftrain.marks import marked, unmarked
 from ftrain.metrics import open_sinks, save_loss_plot, sink_problems, tracing
 from ftrain.page import writing
@@ -38,22 +39,27 @@ SAMPLE_TOKENS = 200
 PROFILED = 3  # the step that `profile` takes: the first ones set things up
 
 
-class RunFailed(RuntimeError):
+class RunFailed(FtrainError, RuntimeError):
     """A run that failed in or after a step, which it names. `__cause__` has the error behind it, if any.
 
     lost_peer: nothing was wrong here; another rank went away.
     """
 
-    def __init__(self, message: str, *, lost_peer: bool = False):
-        self.lost_peer = lost_peer
+    opening = "the run failed "
+
+    def __init__(self, message: str, *, lost_peer: bool = False, unexpected: Exception | None = None):
+        self.lost_peer, self.unexpected = lost_peer, unexpected
+        self.exit_code = LOST_PEER if lost_peer else 1
         super().__init__(message)
 
 
-class Stopped(RuntimeError):
+class Stopped(FtrainError, RuntimeError):
     """A run that ended early, in good order, since it was asked to by the signal `signum`."""
 
+    by_rank_0 = True
+
     def __init__(self, signum: int, message: str):
-        self.signum = signum
+        self.signum, self.exit_code = signum, 128 + signum
         super().__init__(message)
 
 
@@ -268,7 +274,8 @@ def _loop(
         if is_lost_peer(error):
             raise RunFailed(f"{doing}: another rank was lost", lost_peer=True) from error
         what = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-        raise RunFailed(f"{doing}: {what}{error}") from error
+        unexpected = None if isinstance(error, FtrainError) else error
+        raise RunFailed(f"{doing}: {what}{error}", unexpected=unexpected) from error
     return state, record
 
 

@@ -11,9 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ftrain.errors import FtrainError
 
-class CheckpointError(RuntimeError):
+
+class CheckpointError(FtrainError, RuntimeError):
     """A checkpoint could not be written or read; the message is a sentence for the user."""
+
+    exit_code = 1
 
 
 def rank_and_size(group: Any = None) -> tuple[int, int]:

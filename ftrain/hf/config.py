@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ftrain.errors import FtrainError
 from ftrain.models import families, family
 
 CONFIG = "config.json"
@@ -40,7 +41,7 @@ _NOT_CARRIED = (
 )
 
 
-class HfError(ValueError):
+class HfError(FtrainError, ValueError):
     """A checkpoint that cannot be read or written; the message has a sentence a line, with file, key and value."""
 
 

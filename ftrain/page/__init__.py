@@ -12,11 +12,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ftrain.errors import FtrainError
+
 # A browser that obeys this would refuse to load anything, should a page ever ask for it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-class PageError(ValueError):
+class PageError(FtrainError, ValueError):
     """A page that cannot be written, in a sentence."""
 
 

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from ftrain.errors import FtrainError
 from ftrain.models import families, family, presets
 from ftrain.recipe.strict import key, keys, nearest, show
 from ftrain.recipe.tables import Model, Parallel, Recipe
@@ -14,7 +15,7 @@ from ftrain.recipe.tables import Model, Parallel, Recipe
 _ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-class RecipeError(ValueError):
+class RecipeError(FtrainError, ValueError):
     """A recipe that cannot be run. `problems` has a sentence for each mistake; `str()` puts one on a line."""
 
     def __init__(self, problems: Sequence[str]):
