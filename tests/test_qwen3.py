@@ -11,6 +11,7 @@ import steps
 import torch
 from click.testing import CliRunner
 from hf_models import LLAMA3, edit, logits_of, reopened, write_qwen3
+from test_hf import load_and_save
 from test_layouts import LAYOUTS, check_same, on_one_rank, one_step
 
 from ftrain import generate, hf, tree
@@ -202,6 +203,25 @@ def test_in_fp64_nothing_but_rounding_is_left(ranks, name):
     for _, _, grads in results:
         for path, want in expected[2].items():
             assert np.linalg.norm(grads[path] - want) <= 1e-12 * np.linalg.norm(want), path
+
+
+@pytest.mark.parametrize("name", ["tensor 2", "shard 2 x tensor 2"])
+def test_any_layout_reads_and_writes_a_checkpoint(ranks, tmp_path, name):
+    model = write_qwen3(tmp_path / "a", **SHAPES["biases"] | {"num_key_value_heads": 2})
+    shape = LAYOUTS[name]
+    _, params = hf.load(tmp_path / "a")
+    for _, whole, _ in ranks(shape.size, load_and_save, vars(shape), tmp_path / "a", tmp_path / "b"):
+        for (path, want), got in zip(tree.named_leaves(params), tree.leaves(whole), strict=True):
+            np.testing.assert_array_equal(got, want.numpy(), err_msg=path)
+    assert torch.equal(logits_of(reopened(tmp_path / "b"), TOKENS), logits_of(model, TOKENS))
+
+
+def test_initial_values_are_llamas_with_norms_of_one_and_biases_of_zero():
+    params, plain = qwen3.init(BIASED, seed=3), dict(tree.named_leaves(llama.init(BIASED, seed=3)))
+    for path, leaf in tree.named_leaves(params):
+        constant = {"q_norm": 1.0, "k_norm": 1.0, "bq": 0.0, "bk": 0.0, "bv": 0.0, "bo": 0.0}.get(path.split(".")[-1])
+        assert torch.equal(leaf, plain.pop(path) if constant is None else torch.full_like(leaf, constant)), path
+    assert not plain
 
 
 @pytest.mark.slow
