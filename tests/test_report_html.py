@@ -227,6 +227,7 @@ def test_a_notebook_shows_it_in_a_frame(uneven):
     shown = uneven._repr_html_()
     [frame] = Parsed(re.sub(r"srcdoc=\"[^\"]*\"", "", shown)).all("iframe")
     assert frame["title"].startswith("debug on 12 ranks: ")
+    assert repr(uneven) == f"<Inspection of {frame['title']}>"
     assert unescape(re.search(r'srcdoc="([^"]*)"', shown)[1]) == as_html(uneven)
 
 

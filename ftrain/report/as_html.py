@@ -13,7 +13,7 @@ from typing import Any
 from ftrain.page import framed, page
 from ftrain.report.as_json import as_json
 from ftrain.report.inspection import Inspection
-from ftrain.report.render import shape, short, size
+from ftrain.report.render import in_a_line, shape, short, size
 from ftrain.sharding import AXES, MeshShape, Spec, chunk, local_slices
 
 CELLS = {"replicate": 4, "tensor": 16, "shard": 8}  # of the map of ranks, at most, along each axis
@@ -66,9 +66,7 @@ def problems_as_html(name: str, world_size: int | None, problems: Sequence[str])
 
 def in_notebook(inspection: Inspection) -> str:
     """The page in a frame, for a notebook's cell."""
-    peak = size(inspection.memory.peak)
-    summary = f"{inspection.name} on {_ranks(inspection.run.mesh_shape.size)}: {peak} a rank at the peak of a step"
-    return framed(as_html(inspection), summary)
+    return framed(as_html(inspection), in_a_line(inspection))
 
 
 # --- sections -------------------------------------------------------------------------------------------------------

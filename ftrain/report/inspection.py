@@ -20,7 +20,7 @@ from ftrain.sharding import MeshShape, ShardingError
 STAND_IN = "tensorwise"  # the fp8 recipe of the comparison, for a recipe that has none
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """Everything about a layout, without a device. run: on the meta device, as `rank` of the mesh.
 
@@ -39,9 +39,15 @@ class Inspection:
     holdings: list[Holding]
     notes: list[str]
 
+    def __repr__(self) -> str:
+        """A line: what a prompt shows, and a notebook keeps beside the page."""
+        from ftrain.report.render import in_a_line  # which is made of inspections
+
+        return f"<Inspection of {in_a_line(self)}>"
+
     def _repr_html_(self) -> str:
         """The report as a notebook shows it: the page of `inspect-sharding --html`, in a frame."""
-        from ftrain.report.as_html import in_notebook  # which is made of inspections
+        from ftrain.report.as_html import in_notebook
 
         return in_notebook(self)
 

@@ -22,6 +22,12 @@ def render(inspection: Inspection, group: str = "*") -> str:
     return "\n\n".join(parts)
 
 
+def in_a_line(inspection: Inspection) -> str:
+    """The recipe, how many ranks, and the peak of their memory."""
+    n, peak = inspection.run.mesh_shape.size, size(inspection.memory.peak)
+    return f"{inspection.name} on {n} rank{'s' if n > 1 else ''}: {peak} a rank at the peak of a step"
+
+
 def _header(inspection: Inspection) -> str:
     run, recipe = inspection.run, inspection.recipe
     mesh, cfg = run.mesh_shape, run.cfg
