@@ -12,13 +12,14 @@ Where nothing is gathered, cast, reduced or run again there is nothing to schedu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ftrain import tree
 from ftrain.fsdp import Gather
 from ftrain.marks import BACKWARD, FORWARD
+from ftrain.primitives import without_derivative
 from ftrain.transforms import Pullback, add, is_active, linearize
 from ftrain.tree import Tree
 
@@ -135,6 +136,13 @@ class _Run:
                 grads[i + 1].start_replicate()
         return grad, [g.wait(layer) for layer, g in zip(layers, grads, strict=True)]
 
+    def flat_backward(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The gradients of x, consts and layers that there are; `present` says which."""
+        d_x, d_layers = self.backward(grad)
+        grads = [d_x, *(None for _ in tree.leaves(self.consts)), *(g for d_layer in d_layers for g in d_layer)]
+        self.present = [g is not None for g in grads]
+        return tuple(g for g in grads if g is not None)
+
     def _arriving(self, i: int) -> Callable[[], Tree]:
         """Start what layer i's backward needs of its weights: a gather, the kept ones, or nothing."""
         if i < 0:
@@ -148,9 +156,8 @@ class _Run:
 
 
 # --- the primitives ---------------------------------------------------------------------------------------------
-# The backward of each is a primitive of its own, because torch.func differentiates through every backward: its body
-# in the open would keep a graph of the whole backward alive. Only tensors may leave a primitive, so gradients that
-# do not exist (of tokens, of scales) are dropped at its edge and put back as None.
+# Only tensors may leave a primitive, so gradients that do not exist (of tokens, of scales) are dropped at its edge and
+# put back as None.
 
 
 @dataclass
@@ -176,25 +183,8 @@ class _Fold(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grads = iter(_FoldBackward.apply(ctx.run, grad))
+        grads = iter(without_derivative("fold", ctx.run.flat_backward, grad))
         return None, *(next(grads) if here else None for here in ctx.run.present)
-
-
-class _FoldBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(run: _Run, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        d_x, d_layers = run.backward(grad)
-        grads = [d_x, *(None for _ in tree.leaves(run.consts)), *(g for d_layer in d_layers for g in d_layer)]
-        run.present = [g is not None for g in grads]
-        return tuple(g for g in grads if g is not None)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
-        raise RuntimeError("fold is differentiable once: it has no second derivative")
 
 
 class _SumOverChunks(torch.autograd.Function):
@@ -226,23 +216,13 @@ class _SumOverChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
-        grads = iter(_TimesFactor.apply(grad, *ctx.saved_tensors))
+        grads = iter(without_derivative("sum_over_chunks", _scaled, grad, *ctx.saved_tensors))
         return None, *(next(grads) if here else None for here in ctx.call.present)
 
 
-class _TimesFactor(torch.autograd.Function):
-    @staticmethod
-    def forward(factor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # A list of one each: torch's kernel for lists reads wide words also where the factor lies on the device.
-        return tuple(torch._foreach_mul([t], factor.to(t.dtype))[0] for t in tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
-        raise RuntimeError("sum_over_chunks is differentiable once: it has no second derivative")
+def _scaled(factor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    # A list of one each: torch's kernel for lists reads wide words also where the factor lies on the device.
+    return tuple(torch._foreach_mul([t], factor.to(t.dtype))[0] for t in tensors)
 
 
 def _add(total: Tree | None, grads: Tree, dtype: torch.dtype) -> Tree:

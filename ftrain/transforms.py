@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ftrain import tree
+from ftrain.primitives import without_derivative
 from ftrain.tree import Tree
 
 # --- linearize --------------------------------------------------------------------------------------------------
@@ -251,6 +252,9 @@ class _Sum:
         grads, self.pullback = self.pullback(cotangent), None
         return grads if self.total is None else self.combine(self.total, grads, cotangent)
 
+    def flat_backward(self, cotangent: torch.Tensor, _total: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tree.leaves(self.backward(cotangent)))
+
 
 def _recorded(fn: Callable, params: Tree, batch: Any) -> tuple[tuple[torch.Tensor, Any], Callable]:
     """fn(params, batch), and the function from a cotangent of its scalar to the gradients of params, by autograd."""
@@ -284,22 +288,8 @@ class _Accumulate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
-        return None, *_AccumulateBackward.apply(ctx.call, grad, *ctx.saved_tensors)
-
-
-class _AccumulateBackward(torch.autograd.Function):
-    @staticmethod
-    # total only so that a second derivative comes here, and is refused
-    def forward(call: _Sum, grad: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tree.leaves(call.backward(grad)))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
-        raise RuntimeError("accumulate is differentiable once: it has no second derivative")
+        # The total is passed only so that a second derivative comes there, and is refused.
+        return None, *without_derivative("accumulate", ctx.call.flat_backward, grad, *ctx.saved_tensors)
 
 
 def add(total: Tree, grads: Tree, factor: torch.Tensor | None = None) -> Tree:

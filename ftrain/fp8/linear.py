@@ -13,14 +13,16 @@ codes are those that one rank alone would make.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ftrain import collectives
+from ftrain.collectives import Group
 from ftrain.kernels.transpose import transposed_after
+from ftrain.primitives import without_derivative
 
 from . import formats, sequence
 from .casts import Codes, cast_all, jobs, shared
@@ -57,14 +59,14 @@ def linear(
     Gradients have the dtype of what they are the gradient of. Raises ValueError where the recipe cannot use
     what it is given.
     """
-    return _apply(x, weights, recipe, "local", None, x_history, g_histories)
+    return _apply(x, weights, _Plan(recipe, "local", None), x_history, g_histories)
 
 
 def column(
     x: Tensor,
     weights: Sequence[Tensor | Scaled],
     recipe: Recipe,
-    group: ProcessGroup | None,
+    group: Group,
     *,
     x_history: History | None = None,
     g_histories: Sequence[History] | None = None,
@@ -74,14 +76,14 @@ def column(
     x's codes are gathered along S, once for all weights; the gradient of x is reduce-scattered along S. Where
     a product needs x in high precision, x is gathered so. n is the group's size; a group of None is `linear`.
     """
-    return _apply(x, weights, recipe, "column", group, x_history, g_histories)
+    return _apply(x, weights, _Plan(recipe, "column", group), x_history, g_histories)
 
 
 def row(
     x: Tensor,
     weight: Tensor | Scaled,
     recipe: Recipe,
-    group: ProcessGroup | None,
+    group: Group,
     *,
     x_history: History | None = None,
     g_history: History | None = None,
@@ -91,7 +93,8 @@ def row(
     The output is reduce-scattered along S; the codes of its gradient are gathered along S. A group of None is
     `linear`.
     """
-    return _apply(x, [weight], recipe, "row", group, x_history, None if g_history is None else [g_history])[0]
+    g_histories = None if g_history is None else [g_history]
+    return _apply(x, [weight], _Plan(recipe, "row", group), x_history, g_histories)[0]
 
 
 def scaled_weight(w: Tensor, scale: Tensor, dtype: torch.dtype, grad_dtype: torch.dtype) -> Scaled:
@@ -100,86 +103,105 @@ def scaled_weight(w: Tensor, scale: Tensor, dtype: torch.dtype, grad_dtype: torc
 
 
 class _Plan(NamedTuple):
-    """What is static in a call: the recipe, where the ranks stand, whether the weight came as codes, and
-    whether the codes of x that grad_weight takes are transposed already."""
+    """What is static in a call: the recipe, the form that the layer is split in, the ranks that split it."""
 
     recipe: Recipe
     form: str
-    group: ProcessGroup | None
-    weight_is_codes: bool
-    x_is_transposed: bool
+    group: Group
 
 
 def _apply(
     x: Tensor,
     weights: Sequence[Tensor | Scaled],
-    recipe: Recipe,
-    form: str,
-    group: ProcessGroup | None,
+    plan: _Plan,
     x_history: History | None,
     g_histories: Sequence[History] | None,
 ) -> tuple[Tensor, ...]:
-    if group is None or group.size() == 1:
-        form, group = "local", None
-    _refuse(x, weights, recipe, form, group, x_history, g_histories)
-    first, second = left(recipe, "output"), right(recipe, "grad_weight")
-    x_scale, x_split = None, SPLIT[form]["x"]
+    if plan.group is None or plan.group.size() == 1:
+        plan = _Plan(plan.recipe, "local", None)
+    _refuse(x, weights, plan, x_history, g_histories)
     if x_history is not None:
-        x_scale = x_history.scale
         x = _Observe.apply(x, x_history.port, formats.amax(x.detach()).float())
+    main = source = x  # what takes the gradient, what is cast
+    if _x_travels_as_codes(plan):
+        main = sequence.gathered_port(x, plan.group)
+    elif plan.form == "column":
+        main = source = collectives.all_gather(x, x.ndim - 2, plan.group)
+    x_codes, w_codes = _cast(source, weights, plan, None if x_history is None else x_history.scale)
 
-    # In column form x travels as codes if codes are all that the products need; its gradient then comes to a
-    # port.
-    main, source = x, x
-    gather_codes = form == "column" and first is not None and second is not None
-    if gather_codes:
-        main = sequence.gathered_port(x, group)
-    elif form == "column":
-        main = source = collectives.all_gather(x, x.ndim - 2, group)
-        x_split = ""
+    first, second = left(plan.recipe, "output"), right(plan.recipe, "grad_weight")
+    none: tuple[Any, Any] = (None, None)
+    x_data, x_scale = x_codes[0][:2] if first else none
+    xt_data, xt_scale = none
+    x_is_transposed = False
+    if not shared(first, second):
+        xt_data, xt_scale = x_codes[-1][:2] if x_codes and second else none
+    elif x_codes[0].data_t is not None:  # grad_weight takes the codes of output: passed again only where they differ
+        xt_data, xt_scale, x_is_transposed = x_codes[0].data_t, x_scale, True
 
-    uses = [("output", first), ("grad_weight", second if torch.is_grad_enabled() else None)]
-    todo = jobs(source.detach().flatten(0, -2), "x", x_split, uses, x_scale, both=not gather_codes)
+    outputs, casts = [], iter(w_codes)
+    mains = _FanOut.apply(main, len(weights)) if len(weights) > 1 else (main,)
+    for i, w in enumerate(weights):
+        if isinstance(w, Scaled):
+            w_main, w_data, w_scale = w.port, w.data, w.scale
+        else:
+            w_main, (w_data, w_scale) = w, next(casts)[:2] if first else none
+        g_scale, g_port = none if g_histories is None else g_histories[i]
+        operands = _Operands(
+            x=mains[i],
+            x_data=x_data,
+            x_scale=x_scale,
+            xt_data=xt_data,
+            xt_scale=xt_scale,
+            w=w_main,
+            w_data=w_data,
+            w_scale=w_scale,
+            g_scale=g_scale,
+            g_port=g_port,
+        )
+        outputs.append(_Product.apply(plan, isinstance(w, Scaled), x_is_transposed, *operands))
+    return tuple(outputs)
+
+
+def _x_travels_as_codes(plan: _Plan) -> bool:
+    """In column form, if codes are all that the products need; x's gradient then comes to a port."""
+    return plan.form == "column" and left(plan.recipe, "output") is not None and plan.recipe.grad_weight is not None
+
+
+def _g_travels_as_codes(plan: _Plan) -> bool:
+    """In row form, if codes are all that the products need."""
+    return plan.form == "row" and plan.recipe.grad_input is not None and plan.recipe.grad_weight is not None
+
+
+def _cast(
+    x: Tensor, weights: Sequence[Tensor | Scaled], plan: _Plan, x_scale: Tensor | None
+) -> tuple[list[Codes], list[Codes]]:
+    """x's codes for output (the first) and grad_weight (the last), gathered; and those of each weight that has none."""
+    recipe, form = plan.recipe, plan.form
+    travels = _x_travels_as_codes(plan)
+    second = right(recipe, "grad_weight") if torch.is_grad_enabled() else None
+    split = "" if form == "column" and not travels else SPLIT[form]["x"]  # "": x was gathered before
+    uses = [("output", left(recipe, "output")), ("grad_weight", second)]
+    todo = jobs(x.detach().flatten(0, -2), "x", split, uses, x_scale, both=not travels)
     n_x = len(todo)
     for w in weights:
         if not isinstance(w, Scaled):
             todo += jobs(w.detach(), "w", SPLIT[form]["w"], [("output", right(recipe, "output"))])
-    codes = cast_all(todo, group)
-    x_codes, w_codes = codes[:n_x], iter(codes[n_x:])
-    if gather_codes:
-        x_codes = [Codes(*sequence.gather_codes(c.data, c.scale, x.shape[:-1], group)) for c in x_codes]
-    none: tuple[Any, Any] = (None, None)
-    for_output = x_codes[0][:2] if first else none
-    once = shared(first, second)  # then grad_weight takes the codes of output, and they are not passed twice
-    for_grad_weight = none if once or not x_codes or not second else x_codes[-1][:2]
-    transposed = once and x_codes[0].data_t is not None
-    if transposed:
-        for_grad_weight = (x_codes[0].data_t, x_codes[0].scale)
-
-    outputs = []
-    mains = _FanOut.apply(main, len(weights)) if len(weights) > 1 else (main,)
-    for i, w in enumerate(weights):
-        g_history = none if g_histories is None else g_histories[i]
-        weight: tuple[Any, Any]
-        if isinstance(w, Scaled):
-            w_main, weight = w.port, (w.data, w.scale)
-        else:
-            w_main, weight = w, next(w_codes)[:2] if first else none
-        plan = _Plan(recipe, form, group, isinstance(w, Scaled), transposed)
-        args = (*for_output, *for_grad_weight, w_main, *weight, *g_history)
-        outputs.append(_Product.apply(plan, mains[i], *args))
-    return tuple(outputs)
+    codes = cast_all(todo, plan.group)
+    x_codes = codes[:n_x]
+    if travels:
+        x_codes = [Codes(*sequence.gather_codes(c.data, c.scale, x.shape[:-1], plan.group)) for c in x_codes]
+    return x_codes, codes[n_x:]
 
 
 def _refuse(
     x: Tensor,
     weights: Sequence[Tensor | Scaled],
-    recipe: Recipe,
-    form: str,
-    group: ProcessGroup | None,
+    plan: _Plan,
     x_history: History | None,
     g_histories: Sequence[History] | None,
 ) -> None:
+    recipe, form, group = plan
     if x.ndim < 2:
         raise ValueError(f"fp8 linear: x is {tuple(x.shape)}; it needs a dim of tokens and one of features.")
     if form != "local" and any(operand.granularity == "block" for _, _, operand in operands(recipe)):
@@ -250,33 +272,62 @@ class _Observe(torch.autograd.Function):
         return grad, ctx.saved_tensors[0].view_as(ctx.saved_tensors[0]), None
 
 
-@torch.compiler.allow_in_graph
-class _Product(torch.autograd.Function):
-    """One weight's three products. x and w take the gradients; codes, where there are any, are multiplied.
+class _Operands(NamedTuple):
+    """The tensors of one product's primitive, and in its backward their gradients. None: not there.
 
-    Saved are x's codes for grad_weight (or x, where that is in high precision), and the weight's codes if it
-    came as codes, else the weight itself: that one is somebody's parameter and costs nothing to keep, its codes would.
+    x (..., K) and w (N, K) take the gradients; they are multiplied where a product is in high precision, their codes
+    elsewhere. xt: x's codes for grad_weight, where these are not the output's. g_port takes the amax of g.
     """
 
+    x: Tensor | None = None
+    x_data: Tensor | None = None
+    x_scale: Tensor | None = None
+    xt_data: Tensor | None = None
+    xt_scale: Tensor | None = None
+    w: Tensor | None = None
+    w_data: Tensor | None = None
+    w_scale: Tensor | None = None
+    g_scale: Tensor | None = None
+    g_port: Tensor | None = None
+
+
+class _Saved(NamedTuple):
+    """What is kept for the backward: x's codes for grad_weight (or x, where that is in high precision), and the
+    weight's codes if it came as codes, else the weight itself: that one is somebody's parameter and costs nothing to
+    keep, its codes would."""
+
+    x: Tensor
+    x_scale: Tensor | None
+    w: Tensor
+    w_scale: Tensor | None
+    g_scale: Tensor | None
+
+
+class _Backward(NamedTuple):
+    """What is static in a backward."""
+
+    plan: _Plan
+    weight_is_codes: bool  # it came as a Scaled
+    x_is_transposed: bool  # the saved codes of x are
+    x_shape: torch.Size
+    x_dtype: torch.dtype
+    w_dtype: torch.dtype
+    observed: bool  # whether g's amax is asked for
+
+
+@torch.compiler.allow_in_graph
+class _Product(torch.autograd.Function):
+    """One weight's three products."""
+
     @staticmethod
-    def forward(
-        plan: _Plan,
-        x: Tensor,
-        x_data: Any,
-        x_scale: Any,
-        xt_data: Any,
-        xt_scale: Any,
-        w: Tensor,
-        w_data: Any,
-        w_scale: Any,
-        g_scale: Any,
-        g_port: Any,
-    ) -> Tensor:
-        product = plan.recipe.output
+    def forward(plan: _Plan, weight_is_codes: bool, x_is_transposed: bool, *tensors: Tensor | None) -> Tensor:
+        of, product = _Operands(*tensors), plan.recipe.output
+        x, w = of.x, of.w
+        assert x is not None and w is not None
         if product is None:
             y = x.flatten(0, -2) @ w.t().to(x.dtype)
         else:
-            y = _product(product, Codes(x_data, x_scale), Codes(w_data, w_scale), x.dtype)
+            y = _multiply(product, _known(of.x_data, of.x_scale), _known(of.w_data, of.w_scale), x.dtype)
         y = y.view(*x.shape[:-1], y.shape[-1])
         if plan.form == "row":
             y = collectives.reduce_scatter(y, y.ndim - 2, plan.group)
@@ -284,94 +335,81 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        plan, x, x_data, x_scale, xt_data, xt_scale, w, w_data, w_scale, g_scale, g_port = inputs
-        ctx.plan, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = plan, x.shape, x.dtype, w.dtype
-        ctx.observed = g_port is not None
-        # A known scale spares the backward an amax; it is the right one only where the operand is the same.
-        same = shared(right(plan.recipe, "output"), right(plan.recipe, "grad_input"))
-        if not (plan.weight_is_codes or same):
-            w_scale = None
-        once = shared(left(plan.recipe, "output"), right(plan.recipe, "grad_weight"))
-        if once and not plan.x_is_transposed:
-            xt_data, xt_scale = x_data, x_scale
-        ctx.save_for_backward(
-            xt_data if plan.recipe.grad_weight else x,
-            xt_scale,
-            w_data if plan.weight_is_codes else w,
-            w_scale,
-            g_scale,
+        plan, weight_is_codes, x_is_transposed, *tensors = inputs
+        of, recipe = _Operands(*tensors), plan.recipe
+        assert of.x is not None and of.w is not None
+        ctx.static = _Backward(
+            plan, weight_is_codes, x_is_transposed, of.x.shape, of.x.dtype, of.w.dtype, of.g_port is not None
         )
+        xt_data, xt_scale, w_scale = of.xt_data, of.xt_scale, of.w_scale
+        if shared(left(recipe, "output"), right(recipe, "grad_weight")) and not x_is_transposed:
+            xt_data, xt_scale = of.x_data, of.x_scale
+        # A known scale spares the backward an amax; it is the right one only where the operand is the same.
+        if not (weight_is_codes or shared(right(recipe, "output"), right(recipe, "grad_input"))):
+            w_scale = None
+        x, w = xt_data if recipe.grad_weight else of.x, of.w_data if weight_is_codes else of.w
+        ctx.save_for_backward(x, xt_scale, w, w_scale, of.g_scale)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        static = (ctx.plan, ctx.x_shape, ctx.x_dtype, ctx.w_dtype, ctx.observed)
-        grad_x, grad_w, g_amax = _Pullback.apply(*static, g, *ctx.saved_tensors)
-        no_codes, g_amax = (None, None), g_amax if ctx.observed else None
-        return None, grad_x, *no_codes, *no_codes, grad_w, *no_codes, None, g_amax
+        pull_back = partial(_pull_back, ctx.static)
+        grad_x, grad_w, g_amax = without_derivative("an fp8 linear layer", pull_back, g, *ctx.saved_tensors)
+        g_port = g_amax if ctx.static.observed else None
+        return None, None, None, *_Operands(x=grad_x, w=grad_w, g_port=g_port)
 
 
-class _Pullback(torch.autograd.Function):
-    """The backward as a primitive: torch.func runs backwards with create_graph, and would record it."""
-
-    @staticmethod
-    def forward(
-        plan: _Plan,
-        x_shape: torch.Size,
-        x_dtype: torch.dtype,
-        w_dtype: torch.dtype,
-        observed: bool,
-        g: Tensor,
-        x_saved: Tensor,
-        x_scale: Any,
-        w_saved: Tensor,
-        w_scale: Any,
-        g_scale: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        recipe, g_split = plan.recipe, SPLIT[plan.form]["g"]
-        to_input, to_weight = recipe.grad_input, recipe.grad_weight
-        g_amax = formats.amax(g).float() if observed else g.new_zeros((), dtype=torch.float32)
-
-        # In row form g travels as codes if codes are all that the products need.
-        gather_codes = plan.form == "row" and to_input is not None and to_weight is not None
-        lead = g.shape[:-1]
-        g = g.flatten(0, -2)
-        if plan.form == "row" and not gather_codes:
-            g, g_split = sequence.gather(g, lead, plan.group), ""
-        uses = [("grad_input", left(recipe, "grad_input")), ("grad_weight", left(recipe, "grad_weight"))]
-        todo = jobs(g, "g", g_split, uses, g_scale, both=not gather_codes)
-        n_g = len(todo)
-        if to_input is not None and not plan.weight_is_codes:
-            todo += jobs(w_saved, "w", SPLIT[plan.form]["w"], [("grad_input", to_input.right)], w_scale)
-        codes = cast_all(todo, plan.group)
-        g_codes = codes[:n_g]
-        if gather_codes:
-            g_codes = [Codes(*sequence.gather_codes(c.data, c.scale, lead, plan.group)) for c in g_codes]
-
-        if to_input is None:
-            grad_x = g @ w_saved.to(g.dtype)
+def _pull_back(static: _Backward, g: Tensor, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and w, and the amax of g (zero where it is not asked for)."""
+    saved, plan = _Saved(*tensors), static.plan
+    to_input, to_weight = plan.recipe.grad_input, plan.recipe.grad_weight
+    g_amax = formats.amax(g).float() if static.observed else g.new_zeros((), dtype=torch.float32)
+    g, g_codes, w_codes = _cast_backward(static, g, saved)
+    if to_input is None:
+        grad_x = g @ saved.w.to(g.dtype)
+    else:
+        if static.weight_is_codes:
+            assert saved.w_scale is not None
+            w_codes_t = Codes(transposed_after(saved.w, g), saved.w_scale.t())
         else:
-            if plan.weight_is_codes:
-                w_codes_t = Codes(transposed_after(w_saved, g), w_scale.t())
-            else:
-                w_codes_t = codes[n_g].t()
-            grad_x = _product(to_input, g_codes[0], w_codes_t, x_dtype)
-        if to_weight is None:
-            grad_w = (g.t() @ x_saved.flatten(0, -2)).to(w_dtype)
-        else:
-            x_codes_t = Codes(x_saved, x_scale) if plan.x_is_transposed else Codes(x_saved, x_scale).t()
-            grad_w = _product(to_weight, g_codes[-1].t(), x_codes_t, w_dtype)
-        return grad_x.view(x_shape), grad_w, g_amax
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        raise RuntimeError("an fp8 linear layer has no second derivative")
+            w_codes_t = w_codes[0].t()
+        grad_x = _multiply(to_input, g_codes[0], w_codes_t, static.x_dtype)
+    if to_weight is None:
+        grad_w = (g.t() @ saved.x.flatten(0, -2)).to(static.w_dtype)
+    else:
+        x_codes = _known(saved.x, saved.x_scale)
+        grad_w = _multiply(
+            to_weight, g_codes[-1].t(), x_codes if static.x_is_transposed else x_codes.t(), static.w_dtype
+        )
+    return grad_x.view(static.x_shape), grad_w, g_amax
 
 
-def _product(product: Product, a: Codes, b_t: Codes, dtype: torch.dtype) -> Tensor:
+def _cast_backward(static: _Backward, g: Tensor, saved: _Saved) -> tuple[Tensor, list[Codes], list[Codes]]:
+    """g as a matrix, gathered if it is needed whole; its codes for grad_input (the first) and grad_weight (the last),
+    gathered; and the weight's codes for grad_input, if there were none."""
+    plan, recipe = static.plan, static.plan.recipe
+    travels = _g_travels_as_codes(plan)
+    lead, split = g.shape[:-1], SPLIT[plan.form]["g"]
+    g = g.flatten(0, -2)
+    if plan.form == "row" and not travels:
+        g, split = sequence.gather(g, lead, plan.group), ""
+    uses = [("grad_input", left(recipe, "grad_input")), ("grad_weight", left(recipe, "grad_weight"))]
+    todo = jobs(g, "g", split, uses, saved.g_scale, both=not travels)
+    n_g = len(todo)
+    if recipe.grad_input is not None and not static.weight_is_codes:
+        todo += jobs(saved.w, "w", SPLIT[plan.form]["w"], [("grad_input", recipe.grad_input.right)], saved.w_scale)
+    codes = cast_all(todo, plan.group)
+    g_codes = codes[:n_g]
+    if travels:
+        g_codes = [Codes(*sequence.gather_codes(c.data, c.scale, lead, plan.group)) for c in g_codes]
+    return g, g_codes, codes[n_g:]
+
+
+def _known(data: Tensor | None, scale: Tensor | None) -> Codes:
+    assert data is not None and scale is not None, "a product in fp8 without the codes of an operand"
+    return Codes(data, scale)
+
+
+def _multiply(product: Product, a: Codes, b_t: Codes, dtype: torch.dtype) -> Tensor:
     if product.left.granularity == "block":
         return block_scaled_mm(a.data, b_t.data, a.scale, b_t.scale, dtype)
     return scaled_mm(a.data, b_t.data, a.scale, b_t.scale, dtype, product.fast_accumulation)

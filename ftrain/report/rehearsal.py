@@ -33,7 +33,7 @@ _KINDS = (
     ("fsdp.Gather.scatter", UNDER_WAY),
     ("fsdp.InFlight", UNDER_WAY),
     ("fold._add", UNDER_WAY),
-    ("fold._TimesFactor", UNDER_WAY),
+    ("fold._scaled", UNDER_WAY),
     ("fsdp.", GATHERED),
     ("fold._SumOverChunks", LOGITS),
     ("transforms.Pullback", BACKWARD),
