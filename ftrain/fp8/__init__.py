@@ -5,9 +5,9 @@ casts.py       from a recipe to codes              parse.py      a user's own re
 matmul.py      the product of two fp8 matrices     check.py      what cannot be combined
 linear.py      the differentiable layer, and its   sequence.py   what tensor parallelism moves
                tensor-parallel forms               delayed.py    scales from earlier steps' amaxes
-state.py       what is known of a weight, and      measure.py    what a cast loses
-               where a linear layer meets it       use.py        which weights of a model run in fp8
-post.py        what runs after the optimizer
+product.py     its products, a primitive           measure.py    what a cast loses
+state.py       what is known of a weight, and      use.py        which weights of a model run in fp8
+               where a linear layer meets it       post.py       what runs after the optimizer
 """
 
 from .check import check
