@@ -1,4 +1,5 @@
-"""Model families: one file each, and nothing outside it that knows of it. A family is a module of this folder with
+"""Model families: one file each, and nothing outside it that knows of it. A family is a module of this folder, or of
+one that has joined it by `ftrain.models.__path__.append(folder)`, with
 
 Config              frozen dataclass with at least the dimensions of recipe.tables.Model, vocab_size to tie_embeddings.
                     Its fields are the keys of [model]; one that Model lacks is a key of this family alone (with
