@@ -327,14 +327,23 @@ def maximum(total: Tree, values: Tree) -> Tree:
 
 
 def jit(fn: Callable) -> Callable:
-    """`fn` compiled whole: one graph a shape, an error where it would break."""
+    """`fn` compiled whole: one graph a shape, an error where it would break.
+
+    As with jax.jit, what `fn` reads besides its arguments counts as it was at the first call.
+    """
 
     def alone(*args: Any) -> Any:
         return fn(*args)
 
     # torch counts compilations per code object and refuses the ninth: models of one session must not share one.
     alone.__code__ = alone.__code__.replace()
-    return torch.compile(alone, fullgraph=True, dynamic=False)
+    return torch.compile(alone, fullgraph=True, dynamic=False, options={"guard_filter_fn": _on_arguments})
+
+
+def _on_arguments(guards: Sequence[Any]) -> list[bool]:
+    """Which of dynamo's guards are checked at each call: those on `args` of `jit`, and the nameless ones on torch's own
+    state. Those on `fn` and on all that it reads take longer than these."""
+    return [not guard.name or guard.name.startswith("args") for guard in guards]
 
 
 def why_no_jit(device: torch.device) -> str | None:
