@@ -26,7 +26,7 @@ def words(notebook):
     """
     printed = [output for output in outputs(notebook) if output.get("name") != "stderr"]
     texts = [output.text if "text" in output else sorted(output.data) for output in printed]
-    return [re.sub(r"[\d\s.,e+-]+", " ", text) if isinstance(text, str) else text for text in texts]
+    return [re.sub(r"(?:[\d\s.,e+-]|nan|inf)+", " ", text) if isinstance(text, str) else text for text in texts]
 
 
 @each
