@@ -8,7 +8,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Two workers, a file to each: every worker keeps its own ranks, which take memory.
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
-.PHONY: demo test lint bench notebooks clean
+.PHONY: demo test lint bench notebooks docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/ftrain train debug --out runs/debug
@@ -30,8 +30,15 @@ bench: $(VENV)/.dev
 notebooks: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python tests/notebooks.py
 
+# The guides and the reference as a site: open site/index.html.
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build
+
+docs-serve: $(VENV)/.docs
+	$(BIN)/mkdocs serve
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) build dist *.egg-info runs site
 
 # A stamp file per set of packages: a second `make` installs nothing. torch is named with the rest in one pip call
 # and pinned by constraints.txt, so that it is resolved once and to the tested version.
@@ -47,4 +54,8 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) torch -e ".[dev]"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) torch -e ".[docs]"
 	@touch $@

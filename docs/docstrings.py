@@ -1,0 +1,43 @@
+"""ftrain's docstrings as Markdown: a line `name: meaning` inside one is an item of a list (an extension of griffe)."""
+
+import re
+
+import griffe
+
+# "batch: a dict ...", "loss, tokens: ...", "`step`: ...": names, a colon and what they mean
+ITEM = re.compile(r"^((?:`?\*{0,2}[A-Za-z_][\w.]*(?:\([^)]*\))?`?)(?:, `?[A-Za-z_][\w.]*`?)*): (\S.*)$")
+
+
+def as_markdown(doc: str) -> str:
+    """Paragraphs whose lines begin with `name: ` become lists, what is indented below an item belongs to it."""
+    return "\n\n".join(listed(part) for part in doc.split("\n\n"))
+
+
+def listed(paragraph: str) -> str:
+    """One paragraph of a docstring."""
+    lines = paragraph.split("\n")
+    if lines[0].startswith(" ") or not any(ITEM.match(line) for line in lines):
+        return paragraph
+    out, inside = [], False
+    for line in lines:
+        if match := ITEM.match(line):
+            if out and not inside:
+                out.append("")
+            out.append(f"- **{match[1].strip('`')}**: {match[2]}")
+            inside = True
+        elif inside and line.startswith(" "):
+            out.append("  " + line.strip())
+        else:
+            if inside:
+                out.append("")
+            out.append(line)
+            inside = False
+    return "\n".join(out)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites the docstring of everything that is loaded."""
+
+    def on_instance(self, *, obj, **kwargs):
+        if obj.docstring:
+            obj.docstring.value = as_markdown(obj.docstring.value)
