@@ -4,7 +4,7 @@
     state = run.init()
     state, metrics = run.step(state, run.batch(0))
 
-`ftrain train` is a loop over `run.step`: trainer.py.
+`ftrain train` is a loop over `run.step`: loop.py.
 """
 
 from collections.abc import Callable

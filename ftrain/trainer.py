@@ -1,9 +1,6 @@
-"""The loop. It is the notebook's loop with files, a progress line and a way to stop:
+"""A run from its start to its end: train, validate, export. loop.py has the steps.
 
-    for state, metrics in training_steps(run, run.init()):
-        ...
-
-This is the place for side effects: what is printed, written and saved by a run is decided here.
+These two files are the place for side effects: what is printed, written and saved by a run is decided here.
 """
 
 import contextlib
@@ -11,56 +8,30 @@ import math
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ftrain import checkpoint, hf, resume, timeline
+from ftrain import checkpoint, hf, resume
 from ftrain.checkpoint import CheckpointError
 from ftrain.data.sources import SYNTHETIC
-from ftrain.errors import FtrainError
 from ftrain.export import export
-from ftrain.interrupt import stop_requests
-from ftrain.launch import LOST_PEER, World, is_lost_peer, process_group
+from ftrain.launch import World, is_lost_peer, process_group
+from ftrain.loop import RunFailed, Stopped, held_out_loss, loop, training_steps
 from ftrain.marks import marked, unmarked
-from ftrain.metrics import open_sinks, save_loss_plot, sink_problems, tracing
-from ftrain.page import writing
+from ftrain.metrics import save_loss_plot, sink_problems
 from ftrain.progress import Progress, quantity
-from ftrain.recipe import Recipe, RecipeError, dump, model_family
+from ftrain.recipe import Recipe, RecipeError, dump
 from ftrain.run import Run, default_device
-from ftrain.saving import saver
 from ftrain.step import TrainState
 from ftrain.throughput import Clock
 
+__all__ = ["RunFailed", "Stopped", "export_hf", "train", "training_steps", "validate"]
+
 SAMPLE_TOKENS = 200
 PROFILED = 3  # the step that `profile` takes: the first ones set things up
-
-
-class RunFailed(FtrainError, RuntimeError):
-    """A run that failed in or after a step, which it names. `__cause__` has the error behind it, if any.
-
-    lost_peer: nothing was wrong here; another rank went away.
-    """
-
-    opening = "the run failed "
-
-    def __init__(self, message: str, *, lost_peer: bool = False, unexpected: Exception | None = None):
-        self.lost_peer, self.unexpected = lost_peer, unexpected
-        self.exit_code = LOST_PEER if lost_peer else 1
-        super().__init__(message)
-
-
-class Stopped(FtrainError, RuntimeError):
-    """A run that ended early, in good order, since it was asked to by the signal `signum`."""
-
-    by_rank_0 = True
-
-    def __init__(self, signum: int, message: str):
-        self.signum, self.exit_code = signum, 128 + signum
-        super().__init__(message)
 
 
 def train(
@@ -102,7 +73,7 @@ def train(
             progress.say(f"nothing to train: {state.step} of train.steps={recipe.train.steps} steps are done")
         clock = Clock(run, tokens=meta.get("tokens", 0), skipped=meta.get("skipped", 0))
         profiled = profiled_steps(recipe, state.step, progress.say) if profile else ()
-        state, record = _loop(run, state, clock, out, progress, profiled)
+        state, record = loop(run, state, clock, out, progress, profiled)
         summary = {"step": state.step, "tokens": clock.tokens, "loss": None} | record
         if "validation_loss" not in summary:
             summary["validation_loss"] = held_out_loss(run, state)
@@ -154,16 +125,6 @@ def export_hf(
         export(run, state, out, dtype=dtype)
         kind = str(dtype or run.dtype).removeprefix("torch.")
         return {"checkpoint": str(path), "step": state.step, "out": str(out), "dtype": kind}
-
-
-def training_steps(run: Run, state: TrainState, steps: int | None = None) -> Iterator[tuple[TrainState, dict]]:
-    """(state, metrics) after each step, from where `state` is up to `steps` (None: the recipe's).
-
-    With a donating step the state of one iteration is used up by the next. metrics: see step.make_train_step.
-    """
-    while state.step < (run.recipe.train.steps if steps is None else steps):
-        state, metrics = run.step(state, run.batch(state.step))
-        yield state, metrics
 
 
 def _check_places(recipe: Recipe, out: Path | None, profile: bool, world: World) -> None:
@@ -218,75 +179,6 @@ def profiled_steps(recipe: Recipe, done: int, say: Callable[[str], None]) -> tup
     return steps
 
 
-def _loop(
-    run: Run, state: TrainState, clock: Clock, out: Path | None, progress: Progress, profiled: tuple[int, ...]
-) -> tuple[TrainState, dict[str, Any]]:
-    """All steps, with what happens between them. Returns the last state and the last step's record."""
-    recipe, record = run.recipe, {}
-    clock.restart()
-    # A step's numbers are read while the next one runs: asking at once would leave a GPU idle. A CPU is not.
-    lag = 1 if run.device.type == "cuda" else 0
-    waiting: deque[tuple[int, dict]] = deque()
-    step, doing = state.step, f"in step {state.step + 1}"
-
-    def show(trace: Path, done: int = state.step) -> None:
-        save_timeline(run, trace, done, progress.say)
-        clock.restart()
-
-    try:
-        with contextlib.ExitStack() as opened:
-            writes = run.world.rank == 0
-            sinks = open_sinks(recipe, out, step, progress.quiet) if writes else []
-            for sink in sinks:
-                opened.callback(sink.close)
-            save = opened.enter_context(saver(run, out))
-            asked_to_stop = opened.enter_context(stop_requests(run.world.world_size))
-            tick = opened.enter_context(tracing(profiled, out if writes else None, step, show))
-            steps = training_steps(run, state)
-            for state, metrics in steps:
-                step, doing = state.step, f"after step {state.step}"
-                waiting.append((step, metrics))
-                signum, ends = asked_to_stop(), step == recipe.train.steps
-                validates = not signum and (ends or due(step, recipe.validation.every))
-                saves = signum or ends or due(step, recipe.checkpoint.every)
-                while len(waiting) > (0 if validates or saves else lag):
-                    record = clock.read(*waiting.popleft())
-                    _check_finite(recipe, record, progress.say)
-                    if validates and not waiting:
-                        record["validation_loss"] = held_out_loss(run, state)
-                    for sink in sinks:
-                        sink.write(record)
-                    progress.update(record, clock.seconds_left(record["step"]))
-                if validates and not ends:
-                    progress.say(f"step {step}: held-out loss {record['validation_loss']:.4f} nats per token")
-                if saves:
-                    save(state, record, wait=bool(signum) or ends)
-                if signum:
-                    what = "the checkpoint is saved" if out else "nothing is saved without --out"
-                    raise Stopped(signum, f"stopped after step {step}, as asked; {what}.")
-                if validates or saves:
-                    clock.restart()
-                tick()
-                doing = f"in step {step + 1}"
-    except (RecipeError, Stopped, RunFailed):
-        raise
-    except Exception as error:
-        if is_lost_peer(error):
-            raise RunFailed(f"{doing}: another rank was lost", lost_peer=True) from error
-        what = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-        unexpected = None if isinstance(error, FtrainError) else error
-        raise RunFailed(f"{doing}: {what}{error}", unexpected=unexpected) from error
-    return state, record
-
-
-def save_timeline(run: Run, trace: Path, done: int, say: Callable[[str], None]) -> None:
-    """Draw the last step of a trace beside it, in timeline.html, and say its numbers."""
-    found, file = timeline.read(trace, done), trace.with_name("timeline.html")
-    with writing(file, "--out") as write:
-        write(timeline.as_html(found, run.recipe.model.preset or model_family(run.recipe.model), run.world.world_size))
-    say(f"{timeline.text(found)}\n  the picture is {file}; {trace.name} beside it is for ui.perfetto.dev")
-
-
 def _finish(
     run: Run, state: TrainState, summary: dict[str, Any], progress: Progress, out: Path | None
 ) -> dict[str, Any]:
@@ -309,12 +201,6 @@ def _finish(
     return summary
 
 
-def held_out_loss(run: Run, state: TrainState) -> float:
-    """Nats per token on the held-out text. Collective."""
-    total, tokens = run.evaluate(state)
-    return total / tokens if tokens else math.nan
-
-
 def perplexity(loss: float) -> float:
     """exp of a loss in nats per token; infinite rather than an overflow."""
     return math.exp(loss) if not loss > 700 else math.inf
@@ -327,11 +213,6 @@ def sample(run: Run, state: TrainState) -> str | None:
     tokenizer = run.tokenizer
     ids = run.generate(state, [tokenizer.bos], SAMPLE_TOKENS, temperature=0.8, seed=run.recipe.train.seed)
     return tokenizer.decode(ids)
-
-
-def due(step: int, every: int) -> bool:
-    """Whether something done every so many steps is done after this one; 0 is never."""
-    return every > 0 and step % every == 0
 
 
 def announce(run: Run, say: Callable[[str], None]) -> None:
@@ -364,18 +245,3 @@ def write_recipe(recipe: Recipe, out: Path) -> None:
         (out / "recipe.toml").write_text(dump(recipe))
     except OSError as error:
         raise RecipeError([f"--out {out}: cannot be written to ({error.strerror})."]) from error
-
-
-def _check_finite(recipe: Recipe, record: dict[str, Any], say: Callable[[str], None]) -> None:
-    """End a run whose numbers are no longer numbers, or say that the step was left out. All ranks agree."""
-    bad = [name for name in ("loss", "grad_norm") if not math.isfinite(record[name])]
-    if not bad:
-        return
-    what = " and ".join(f"{name} is {record[name]}" for name in bad)
-    if recipe.train.on_nonfinite == "skip":
-        say(f"step {record['step']} is left out: {what}; {record['skipped']} left out so far")
-        return
-    raise RunFailed(
-        f"in step {record['step']}: {what}. Lower optimizer.lr or set optimizer.clip_norm; "
-        'train.on_nonfinite="skip" leaves such steps out.',
-    )
