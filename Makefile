@@ -3,8 +3,8 @@ VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
-# Tests use tiny tensors and start several ranks on few cores: one thread each is fastest.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Tests use tiny tensors and start several ranks on few cores: one thread each is fastest, and no pool of compilers.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 # Two workers, a file to each: every worker keeps its own ranks, which take memory.
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
