@@ -206,7 +206,6 @@ def notebook(path: Path) -> dict[str, str | bytes]:
     title, _, rest = body.lstrip().partition("\n")
     for other in notebooks():  # from notebook to notebook, as pages
         rest = rest.replace(f"]({other.name})", f"]({other.stem}.md)")
-    rest = re.sub(r"\[([^]]*)\]\([\w-]+\.ipynb\)", r"\1", rest)
     page = f"{title}\n\n[The notebook]({path.name}), to run and to change.\n{rest}"
     return {f"notebooks/{path.stem}.md": page} | {
         f"notebooks/{name}": data for name, data in resources["outputs"].items()

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import CHROMIUM, Browser
 
 import ftrain
 from ftrain.cli import main
@@ -67,6 +68,29 @@ def test_no_page_loads_anything_from_elsewhere(site):
     for style in site.rglob("*.css"):
         found = re.findall(r"""(?:url\(|@import)\s*['"]?((?:https?:)?//[^'")]*)""", style.read_text())
         assert not found, f"{style.name} loads {found}"
+
+
+SEARCH = """new Promise(done => {
+  const box = document.querySelector(".md-search__input");
+  box.focus();
+  box.value = "rowwise";
+  box.dispatchEvent(new KeyboardEvent("keyup"));
+  const look = () => {
+    const found = document.querySelectorAll(".md-search-result__item").length;
+    found ? done(found) : setTimeout(look, 50);
+  };
+  look();
+})"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, to search in a browser")
+def test_the_search_finds_where_the_site_is_opened_as_files(site, tmp_path):
+    with Browser(tmp_path) as browser:
+        browser.open(site / "design.html")
+        count = browser.value(SEARCH)
+        assert count > 1
+        outside = [text for text in browser.complaints() if not text.startswith(("asks for file:", "asks for data:"))]
+        assert not outside
 
 
 def test_every_key_and_every_shipped_recipe_is_on_the_page_of_recipes(site):
