@@ -25,9 +25,23 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 RENDEZVOUS_SECONDS = 45.0  # for all ranks to find each other
 
-_LOST = (
-    *("closed by peer", "reset by peer", "broken pipe", "pair closure", "timed out", "connection refused"),
-    *("remote process exited", "aborted", "socket"),
+# What is said, in lower case, of a peer that is gone or hangs: by gloo of a pair, by NCCL of a communicator or of its
+# sockets, by torch's store of the process that holds it. "Bootstrap : no socket interface found" is none of these.
+_CONNECTION = ("connection closed by", "connection reset by peer", "connection refused", "broken pipe")
+_GLOO = (
+    *_CONNECTION,
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "connect timeout",
+    "timed out connecting",
+)
+_NCCL = (*_CONNECTION, "remote process exited", "communicator was aborted", "collective operation timeout")
+_STORE = (
+    "connection was likely closed",
+    "socket has timed out",
+    "socket timeout",
+    "wait timeout after",
+    "failed on socket",
 )
 
 LOST_PEER = 3  # the exit code of a rank that ended only because another one did
@@ -164,7 +178,8 @@ def is_lost_peer(error: BaseException) -> bool:
     if dist is None or not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
-    if (isinstance(error, dist.DistError) or "gloo" in text) and any(sign in text for sign in _LOST):
+    signs = (_GLOO if "gloo" in text else ()) + (_NCCL + _STORE if isinstance(error, dist.DistError) else ())
+    if any(sign in text for sign in signs):
         return True
     return error.__cause__ is not None and is_lost_peer(error.__cause__)
 

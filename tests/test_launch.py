@@ -76,11 +76,30 @@ def test_nothing_to_say_where_the_world_may_fit():
 def test_a_lost_peer_is_told_from_a_mistake():
     import torch.distributed as dist
 
-    gone = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3141")
-    assert is_lost_peer(gone)
-    assert is_lost_peer(dist.DistBackendError("NCCL error: remote process exited or there was a network error"))
-    assert not is_lost_peer(RuntimeError("shapes (2, 3) and (4, 5) do not match"))
-    assert not is_lost_peer(ValueError("gloo: connection closed by peer"))
+    pair, nccl = "[../gloo/transport/tcp/pair.cc:547] ", "NCCL error in: ProcessGroupNCCL.cpp:3763, "
+    lost = [
+        RuntimeError(pair + "Connection closed by peer [127.0.0.1]:3141"),
+        RuntimeError(pair + "Read error [10.0.0.2]:25266: Connection reset by peer"),
+        RuntimeError(pair + "writev [10.0.0.2]:25266: Broken pipe"),
+        RuntimeError(pair + "Application timeout caused pair closure"),
+        RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation"),
+        dist.DistBackendError(nccl + "remote process exited or there was a network error, NCCL version 2.28.8"),
+        dist.DistBackendError(nccl + "internal error\nLast error:\nNet : Connection closed by remote peer n1<50260>"),
+        dist.DistBackendError("NCCL communicator was aborted on rank 2."),
+        dist.DistBackendError("[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=10)"),
+        dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+        dist.DistStoreError("wait timeout after 600000ms, keys: /default_pg/0//cuda//0"),
+    ]
+    assert [error for error in lost if not is_lost_peer(error)] == []
+    mistakes = [
+        RuntimeError("shapes (2, 3) and (4, 5) do not match"),
+        ValueError("gloo: connection closed by peer"),
+        RuntimeError("the socket wrench was aborted: connection refused"),
+        RuntimeError("[../gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: socket0"),
+        dist.DistBackendError(nccl + "invalid usage\nLast error:\nBootstrap : no socket interface found"),
+        dist.DistBackendError(nccl + "unhandled cuda error, the kernel was aborted"),
+    ]
+    assert [error for error in mistakes if is_lost_peer(error)] == []
 
 
 JOIN = """
