@@ -12,13 +12,13 @@ with the same numbers.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ftrain import tree
-from ftrain.kernels import adamw as kernel
+from ftrain.fused import adamw_, wide
 from ftrain.schedules import Schedule, schedule
 from ftrain.tree import Tree
 
@@ -36,9 +36,6 @@ __all__ = [
     "sgd",
     "step",
 ]
-
-FUSED_DEVICES = ("cpu", "cuda")  # where torch._fused_adamw_ was tried
-PIECE = 1 << 22  # elements that the plain rule works on at once
 
 
 class Optimizer(NamedTuple):
@@ -241,7 +238,7 @@ def adamw(
             adam = m / (v.sqrt() / second + eps) * (-now / first)
             return adam - now * weight_decay * p if decays else adam
 
-        mu, nu = tree.map(_wide, state.mu), tree.map(_wide, state.nu)
+        mu, nu = tree.map(wide, state.mu), tree.map(wide, state.nu)
         mu = tree.map(lambda m, g: m.lerp(g.to(m.dtype), 1 - beta1), mu, grads)
         nu = tree.map(lambda v, g: v * beta2 + (1 - beta2) * g.to(v.dtype).square(), nu, grads)
         updates = tree.map(change, mu, nu, params, _decaying(mask, params))
@@ -264,17 +261,9 @@ def adamw(
         g, m, v = tree.leaves(grads), tree.leaves(state.mu), tree.leaves(state.nu)
         if not donate:
             p, m, v = ([leaf.clone() for leaf in leaves] for leaves in (p, m, v))
-        constants: dict[str, Any] = {"count": count, "lr": rate(count), "beta1": beta1, "beta2": beta2, "eps": eps}
-        for decays in (True, False):
-            constants["weight_decay"] = weight_decay if decays else 0.0
-            chosen = [i for i, d in enumerate(tree.leaves(_decaying(mask, params))) if bool(d) is decays]
-            quick = [i for i in chosen if p[i].numel() and _kernel_fits(p[i], m[i], v[i])]
-            for i in quick:
-                kernel.adamw_(p[i], g[i].contiguous(), m[i], v[i], _factor(scale, p[i]), **constants)
-            rest = [i for i in chosen if p[i].numel() and i not in quick]
-            p_, g_, m_, v_ = ([leaves[i] for i in rest] for leaves in (p, g, m, v))
-            g_ = _workable(g_, m_, overwrite=scale is not None, keep=not donate)
-            _adamw_(p_, g_, m_, v_, scale=scale, **constants)
+        decays = [bool(leaf) for leaf in tree.leaves(_decaying(mask, params))]
+        constants = {"lr": rate(count), "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        adamw_(p, g, m, v, decays, scale=scale, keep_grads=not donate, count=count, **constants)
         new = (tree.unflatten(treedef, leaves) for leaves in (p, m, v))
         return next(new), AdamState(count, *new)
 
@@ -299,7 +288,7 @@ def sgd(
     def update(grads: Tree, state: SgdState, params: Tree) -> tuple[Tree, SgdState]:
         _check_same(params, grads)
         now = rate(state.count + 1)
-        mu = tree.map(lambda m, g: _wide(m) * momentum + g, state.mu, grads) if momentum else None
+        mu = tree.map(lambda m, g: wide(m) * momentum + g, state.mu, grads) if momentum else None
 
         def change(m: torch.Tensor, p: torch.Tensor, decays: bool) -> torch.Tensor:
             return -now * (m + weight_decay * p if decays else m)
@@ -334,11 +323,6 @@ def _moment(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(param, dtype=dtype if wide == torch.float32 else wide)
 
 
-def _wide(moment: torch.Tensor) -> torch.Tensor:
-    """A moment as arithmetic takes it: in float32 at least."""
-    return moment.to(torch.promote_types(moment.dtype, torch.float32))
-
-
 def _decaying(mask: Tree | Callable[[Tree], Tree] | None, params: Tree) -> Tree:
     if mask is None:
         return tree.map(lambda p: p.ndim >= 2, params)
@@ -361,94 +345,3 @@ def _check_same(params: Tree, other: Tree) -> None:
         if p.shape != g.shape:
             path = tree.names(params)[i]
             raise ValueError(f"{path}: the parameter is {tuple(p.shape)}, its gradient or update {tuple(g.shape)}")
-
-
-def _kernel_fits(p: torch.Tensor, *moments: torch.Tensor) -> bool:
-    dtypes = p.dtype == torch.float32 and all(m.dtype in kernel.MOMENTS for m in moments)
-    return dtypes and all(t.is_contiguous() and kernel.runs_on(t) for t in (p, *moments))
-
-
-def _factor(scale: torch.Tensor | float | None, like: torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=like.device)
-
-
-def _workable(
-    grads: list[torch.Tensor], moments: list[torch.Tensor], *, overwrite: bool, keep: bool
-) -> list[torch.Tensor]:
-    """Gradients as the in-place kernel needs them: contiguous, in the arithmetic's dtype, free to be overwritten.
-
-    The kernel reads the four tensors of a leaf as flat memory: a transposed gradient would pair wrong
-    elements.
-    Where a scale is applied it writes the scaled gradient back: a gradient that two leaves share, as that of
-    (a + b).sum() may be, would be scaled twice.
-    """
-    result: list[torch.Tensor] = []
-    seen: set[int] = set()
-    for grad, m in zip(grads, moments, strict=True):
-        g = grad.to(torch.promote_types(m.dtype, torch.float32)).contiguous()
-        if overwrite and (g.data_ptr() in seen or (keep and g.data_ptr() == grad.data_ptr())):
-            g = g.clone()
-        seen.add(g.data_ptr())
-        result.append(g)
-    return result
-
-
-def _adamw_(
-    params: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    mu: list[torch.Tensor],
-    nu: list[torch.Tensor],
-    *,
-    scale: torch.Tensor | float | None,
-    count: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """AdamW in place on lists of non-empty tensors: torch's fused kernel where it fits, or leaf by leaf."""
-    rest = []
-    groups: dict[Any, list[int]] = {}
-    for i, (p, m) in enumerate(zip(params, mu, strict=True)):
-        flat = p.is_contiguous() and m.is_contiguous() and nu[i].is_contiguous()
-        if flat and p.dtype == m.dtype and p.device.type in FUSED_DEVICES and hasattr(torch, "_fused_adamw_"):
-            groups.setdefault((p.device, p.dtype), []).append(i)
-        else:
-            rest.append(i)
-    for (device, _), chosen in groups.items():
-        count_ = torch.full((), float(count), device=device)  # the kernel wants it after this update
-        inverse = None if scale is None else torch.as_tensor(1.0 / scale, dtype=torch.float32, device=device)
-        torch._fused_adamw_(
-            [params[i] for i in chosen],
-            [grads[i] for i in chosen],
-            [mu[i] for i in chosen],
-            [nu[i] for i in chosen],
-            [],
-            [count_] * len(chosen),
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=inverse,  # which the kernel divides by
-            found_inf=None,
-        )
-    first, second = 1 - beta1**count, math.sqrt(1 - beta2**count)
-    for i in rest:
-        for p, g, m, v in _pieces(params[i], grads[i], mu[i], nu[i]):
-            g = g if scale is None else g * scale
-            m_, v_ = _wide(m).lerp_(g, 1 - beta1), _wide(v).mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            denominator = v_.sqrt().div_(second).add_(eps)
-            p.copy_(p.to(m_.dtype).mul(1 - lr * weight_decay).addcdiv_(m_, denominator, value=-lr / first))
-            if m_ is not m:
-                m.copy_(m_), v.copy_(v_)
-
-
-def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Tensors of one shape in equal parts, so that what is widened is small beside what stays."""
-    if not all(t.is_contiguous() for t in tensors):
-        return iter([tensors])
-    return zip(*(t.view(-1).split(PIECE) for t in tensors), strict=True)

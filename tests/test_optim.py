@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ftrain import optim, tree
+from ftrain import fused, optim, tree
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 
@@ -143,10 +143,10 @@ def test_without_torchs_fused_kernel_the_numbers_are_the_same(monkeypatch):
     optimizer, scale = CHAINS["clip"](), torch.tensor(0.1)
     params, grads = params_of(), params_of(seed=1)
     state = optimizer.init(params)
-    fused, _, _ = optim.step(optimizer, grads, state, params, scale=scale)
-    monkeypatch.setattr(optim, "FUSED_DEVICES", ())
+    quick, _, _ = optim.step(optimizer, grads, state, params, scale=scale)
+    monkeypatch.setattr(fused, "FUSED_DEVICES", ())
     plain, _, _ = optim.step(optimizer, grads, state, params, scale=scale)
-    close(fused, plain)
+    close(quick, plain)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -205,7 +205,7 @@ def test_large_leaves_are_widened_in_pieces_and_come_out_the_same(monkeypatch):
     params, grads = params_of(), params_of(seed=1)
     state = optimizer.init(params)
     whole = optim.step(optimizer, grads, state, params)[:2]
-    monkeypatch.setattr(optim, "PIECE", 8)
+    monkeypatch.setattr(fused, "PIECE", 8)
     assert same(optim.step(optimizer, grads, state, params)[:2], whole)
 
 
