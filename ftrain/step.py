@@ -156,10 +156,10 @@ def like_params(opt_state: Tree, params: Tree) -> Tree:
     layouts = dict(tree.named_leaves(params))
 
     def one(path: str, leaf: Any) -> Any:
-        while path and path not in layouts:
-            _, _, path = path.partition(".")
-        same = path and isinstance(leaf, torch.Tensor) and leaf.shape == to_local(layouts[path]).shape
-        return like(leaf, layouts[path]) if same else leaf
+        end = tree.ending(path, layouts)
+        if end is None or not isinstance(leaf, torch.Tensor) or leaf.shape != to_local(layouts[end]).shape:
+            return leaf
+        return like(leaf, layouts[end])
 
     return tree.map_named(one, opt_state)
 

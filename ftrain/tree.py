@@ -5,7 +5,7 @@ Everything ftrain moves between steps is such a tree. optree does the work; this
 with the same names pair leaf by leaf whatever order they were built in. `None` is an absent subtree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import optree
@@ -97,6 +97,13 @@ def combine(first: Tree, second: Tree) -> Tree:
     return optree.tree_map(
         lambda a, b: b if a is None else a, first, second, is_leaf=lambda x: x is None, none_is_leaf=True
     )
+
+
+def ending(path: str, among: Container[str]) -> str | None:
+    """The longest end of a dotted path that is one of `among`, or None: of "0.mu.layers.0.wq" "layers.0.wq"."""
+    while path and path not in among:
+        _, _, path = path.partition(".")
+    return path or None
 
 
 def _dotted(accessor: optree.PyTreeAccessor) -> str:

@@ -82,3 +82,12 @@ def test_combine_is_the_inverse_of_partition():
     assert tree.leaves(kept) == [0, 2, 3]
     assert tree.leaves(others) == [1, 4, 5, 6, 7]
     assert tree.combine(kept, others) == tree.combine(others, kept) == NESTED
+
+
+def test_the_ending_of_a_path_is_its_longest_known_one():
+    known = {"layers.0.wq", "wq", "norm"}
+    assert tree.ending("0.mu.layers.0.wq", known) == "layers.0.wq"
+    assert tree.ending("0.mu.layers.1.wq", known) == "wq"
+    assert tree.ending("norm", known) == "norm"
+    assert tree.ending("0.mu.layer_norm", known) is None  # an end is whole names
+    assert tree.ending("", known) is None

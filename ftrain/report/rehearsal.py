@@ -180,10 +180,9 @@ def _state_bytes(state: TrainState) -> dict[str, int]:
     """Bytes of optimizer state for an element of each parameter: leaves whose paths end in the parameter's."""
     sizes = dict.fromkeys(tree.names(state.params), 0)
     shapes = {path: leaf.shape for path, leaf in tree.named_leaves(state.params)}
-    for path, leaf in tree.named_leaves(state.opt_state):
-        while path and path not in sizes:
-            _, _, path = path.partition(".")
-        if path and isinstance(leaf, torch.Tensor) and leaf.shape == shapes[path]:
+    for name, leaf in tree.named_leaves(state.opt_state):
+        path = tree.ending(name, sizes)
+        if path is not None and isinstance(leaf, torch.Tensor) and leaf.shape == shapes[path]:
             sizes[path] += leaf.dtype.itemsize
     return sizes
 
