@@ -18,9 +18,11 @@ def listed(paragraph: str) -> str:
     lines = paragraph.split("\n")
     if lines[0].startswith(" ") or not any(ITEM.match(line) for line in lines):
         return paragraph
-    out, inside = [], False
+    out: list[str] = []
+    inside = False
     for line in lines:
-        if match := ITEM.match(line):
+        begins = not out or inside or out[-1].endswith((".", ":"))  # elsewhere a colon is one of a sentence
+        if begins and (match := ITEM.match(line)):
             if out and not inside:
                 out.append("")
             out.append(f"- **{match[1].strip('`')}**: {match[2]}")

@@ -15,6 +15,7 @@ import pkgutil
 import re
 import textwrap
 import typing
+from html import escape
 from pathlib import Path
 
 import click
@@ -34,6 +35,7 @@ OF_THE_COMMAND = {
     "interrupt": "signals",
     "kernels": "used where they run",
     "launch": "who a rank is",
+    "loop": "what happens between two steps",
     "machine": "what this machine has",
     "marks": "names of phases",
     "metrics": "where a run's numbers go",
@@ -44,7 +46,7 @@ OF_THE_COMMAND = {
     "spawn": "local ranks",
     "throughput": "tokens per second",
     "timeline": "train --profile",
-    "trainer": "the loop with files",
+    "trainer": "train, validate and export-hf",
 }
 
 
@@ -71,6 +73,7 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     for mark, make in MADE.items():
         markdown = markdown.replace(f"<!-- made: {mark} -->", make() if mark in markdown else "")
+    markdown = markdown.replace("```console\n", "```sh\n")  # its highlighter takes a line without a prompt for output
     return re.sub(r"!\[([^]]*)\]\((pictures/[\w-]+\.svg)\)", picture, markdown)
 
 
@@ -86,7 +89,7 @@ def recipe_tables() -> str:
             (
                 f"`{key}`",
                 cell(expected(hints[key], field.metadata)),
-                "" if field.default is None else f"`{cell(show(field.default))}`",
+                "" if field.default is None else code(show(field.default)),
                 prose(field.metadata["doc"]),
             )
             for key, field in keys(table).items()
@@ -130,8 +133,8 @@ def command_help(command: click.Command, name: str, parent: click.Context | None
     if examples:
         parts.append(fenced("console", as_comments(examples)))
     records = [param.get_help_record(context) for param in command.get_params(context)]
-    rows = [(f"`{cell(names)}`", prose(meaning)) for names, meaning in filter(None, records)]
-    return "\n".join([*parts, grid(("option", ""), rows)])
+    rows = [(code(names), prose(meaning)) for names, meaning in filter(None, records) if meaning]
+    return "\n".join([*parts, grid(("option", "does"), rows)])
 
 
 def as_comments(examples: str) -> str:
@@ -235,7 +238,14 @@ def cell(text: str) -> str:
 
 def prose(text: str) -> str:
     """Text for a cell in which nothing is markup."""
-    return re.sub(r"[<>{}*_]", lambda match: f"&#{ord(match[0])};", cell(text))
+    parts = cell(text).split("`")  # every other one is code already
+    parts[::2] = [re.sub(r"[<>{}*_]", lambda match: f"&#{ord(match[0])};", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def code(text: str) -> str:
+    """Code for a cell. As HTML: between backticks a bar could not be escaped."""
+    return f"<code>{escape(text)}</code>".replace("|", "&#124;").replace("*", "&#42;").replace("_", "&#95;")
 
 
 def fenced(language: str, text: str) -> str:

@@ -51,14 +51,27 @@ def test_toml_blocks_are_parts_of_recipes(page, tmp_path):
 def test_commands_have_the_options_that_are_shown(page):
     for text in blocks(page, "console", "bash", "sh"):
         for line in text.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True)
-            if not words or words[0] != "ftrain" or words[1:2] == ["--help"]:
-                continue
-            command = main.commands[words[1]]
-            context = command.make_context(words[1], words[2:])
-            name, overrides = context.params["recipe"], context.params["overrides"]
-            if not os.path.exists(name) and "/" not in name:
-                load_recipe(name, overrides)
+            try_command(line)
+
+
+def test_commands_have_the_options_that_their_help_shows():
+    for command in (main, *main.commands.values()):
+        lines = [line.strip() for line in command.help.splitlines()]
+        examples = [line for line in lines if line.startswith("ftrain ")]
+        assert examples, command.name
+        for line in examples:
+            try_command(line)
+
+
+def try_command(line):
+    """Parse a line of a shell as far as ftrain's options and recipe; other programs' lines are left alone."""
+    words = shlex.split(line.removeprefix("$ "), comments=True)
+    if not words or words[0] != "ftrain" or words[1:2] == ["--help"]:
+        return
+    context = main.commands[words[1]].make_context(words[1], words[2:])
+    name, overrides = context.params["recipe"], context.params["overrides"]
+    if not os.path.exists(name) and "/" not in name:
+        load_recipe(name, overrides)
 
 
 def test_links_between_pages_lead_somewhere():
