@@ -145,7 +145,7 @@ def train(
 
     \b
     ftrain train debug --out runs/debug
-    ftrain train llama3-8b --nproc 8 --set train.steps=1000 --out runs/8b
+    ftrain train llama3-8b --nproc 8 --set train.steps=5000 --out runs/8b
     ftrain train debug --nproc 2 --set train.steps=5 --profile --out runs/profile
     torchrun --nproc-per-node 8 -m ftrain.cli train llama3-8b --out runs/8b
     """
