@@ -59,12 +59,7 @@ class Run:
         self.mesh_shape = MeshShape(parallel.replicate, parallel.tensor, parallel.shard)
         self.micro_batches = accumulation(recipe, self.mesh_shape.data)
         self.notes: list[str] = []
-        in_fp8 = fp8.use(recipe.fp8, self.family.product_weights(self.cfg))
-        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
-        names = tree.names(self.family.abstract(self.cfg))
-        known = None if self.device.type == "meta" else self.device.type  # a rehearsal is for any device (report/)
-        if problems := in_fp8.problems(names, known, capability, self.mesh_shape.tensor):
-            raise RecipeError(problems)
+        in_fp8 = self._in_fp8()
         compile = recipe.train.compile
         if compile and (why := why_no_jit(self.device)):
             compile = False
@@ -103,6 +98,16 @@ class Run:
             prepare=self.execution.prepare,
         )
         self._evaluate = make_eval_step(self.model.loss, mesh=self.mesh)
+
+    def _in_fp8(self) -> fp8.Fp8:
+        """Which weights run in fp8, and how. Raises RecipeError for what this machine or the layout cannot do."""
+        use = fp8.use(self.recipe.fp8, self.family.product_weights(self.cfg))
+        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        names = tree.names(self.family.abstract(self.cfg))
+        known = None if self.device.type == "meta" else self.device.type  # a rehearsal is for any device (report/)
+        if problems := use.problems(names, known, capability, self.mesh_shape.tensor):
+            raise RecipeError(problems)
+        return use
 
     @cached_property
     def data(self) -> Data:

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,35 @@ def save(
 
     Raises HfError on every rank: `path` is there already, parameters are not those of cfg, or the disk refuses.
     """
-    path, name = Path(path).expanduser(), family_of(cfg)
+    path = Path(path).expanduser()
+    leaves, parts = _cut(params, cfg, dtype, shard_bytes)
+    writes, temporary = rank_and_size()[0] == 0, path.with_name(path.name + ".tmp")
+    doing = f"write {path}"
+
+    def begin() -> None:
+        if writes:
+            if path.exists() and not replace and (not path.is_dir() or any(path.iterdir())):
+                raise HfError(f"{path} is there already: give the name of a new folder")
+            texts = {CONFIG: _config(cfg, parts, like, config)} | ({INDEX: index(parts)} if len(parts) > 1 else {})
+            carried = {} if like is None else files_of(like, (*TOKENIZER_FILES, GENERATION_FILE))
+            _start(temporary, texts, carried | dict(files or {}))
+
+    try:
+        together(doing, begin)
+        for file, part in parts.items():
+            values = (_whole(leaves[tensor.name], tensor.dtype) for tensor in part)  # gathered as they are taken
+            together(doing, partial(_write, temporary / file if writes else None, part, values))
+        together(doing, lambda: _put_in_place(temporary, path) if writes else None)
+    finally:
+        if writes:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _cut(
+    params: Any, cfg: Any, dtype: torch.dtype | None, shard_bytes: int
+) -> tuple[dict[str, torch.Tensor], dict[str, list[ToWrite]]]:
+    """The parameters by their tensors' names, and what each file is to hold. Raises HfError for another Config's."""
+    name = family_of(cfg)
     form, declared = formats()[name], family(name).abstract(cfg)
     tree.check_same_structure(declared, params)
     leaves = {form.tensor(place): leaf for place, leaf in tree.named_leaves(params)}
@@ -63,57 +92,41 @@ def save(
     for tensor, leaf in leaves.items():
         if tuple(leaf.shape) != shapes[tensor]:
             raise HfError(f"{tensor} has shape {tuple(leaf.shape)}, and its Config says {shapes[tensor]}")
-    parts = cut([ToWrite(tensor, shapes[tensor], dtype or leaf.dtype) for tensor, leaf in leaves.items()], shard_bytes)
-    writes, temporary = rank_and_size()[0] == 0, path.with_name(path.name + ".tmp")
-    doing = f"write {path}"
+    return leaves, cut(
+        [ToWrite(tensor, shapes[tensor], dtype or leaf.dtype) for tensor, leaf in leaves.items()], shard_bytes
+    )
 
-    def begin() -> None:
-        if not writes:
-            return
-        if path.exists() and not replace and (not path.is_dir() or any(path.iterdir())):
-            raise HfError(f"{path} is there already: give the name of a new folder")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        texts: dict[str, Any] = {CONFIG: _config(cfg, parts, like, config)}
-        if len(parts) > 1:
-            texts[INDEX] = index(parts)
-        carried = {} if like is None else files_of(like, (*TOKENIZER_FILES, GENERATION_FILE))
-        for file, content in (carried | dict(files or {})).items():
-            text = content.read_bytes() if isinstance(content, Path) else content.encode()
-            (temporary / file).write_bytes(text)
-        for file, value in texts.items():
-            (temporary / file).write_text(json.dumps(value, indent=2) + "\n")
 
-    def end() -> None:
-        if not writes:
-            return
-        sync(*temporary.iterdir(), temporary)
-        aside = path.with_name(path.name + ".replaced")
-        shutil.rmtree(aside, ignore_errors=True)
-        if path.exists():
-            path.rename(aside)
-        temporary.rename(path)
-        sync(path.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+def _start(temporary: Path, texts: Mapping[str, Any], carried: Mapping[str, Path | str]) -> None:
+    """A fresh folder with all but the tensors. texts: JSON values; carried: Paths of files to copy, or texts."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for file, content in carried.items():
+        (temporary / file).write_bytes(content.read_bytes() if isinstance(content, Path) else content.encode())
+    for file, value in texts.items():
+        (temporary / file).write_text(json.dumps(value, indent=2) + "\n")
 
+
+def _write(file: Path | None, part: list[ToWrite], values: Iterator[torch.Tensor]) -> None:
+    """Write one file of tensors; without a name, take part in gathering them."""
     try:
-        together(doing, begin)
-        for file, part in parts.items():
-            values = (_whole(leaves[tensor.name], tensor.dtype) for tensor in part)  # gathered as they are taken
-
-            def write(file: str = file, part: Any = part, values: Any = values) -> None:
-                try:
-                    if writes:
-                        write_file(temporary / file, part, values)
-                finally:
-                    for _ in values:  # the other ranks gather all of them, whatever happened here
-                        pass
-
-            together(doing, write)
-        together(doing, end)
+        if file is not None:
+            write_file(file, part, values)
     finally:
-        if writes:
-            shutil.rmtree(temporary, ignore_errors=True)
+        for _ in values:  # the other ranks gather all of them, whatever happened here
+            pass
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """Make the new folder durable, and give it its name; the old one goes last."""
+    sync(*temporary.iterdir(), temporary)
+    aside = path.with_name(path.name + ".replaced")
+    shutil.rmtree(aside, ignore_errors=True)
+    if path.exists():
+        path.rename(aside)
+    temporary.rename(path)
+    sync(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def files_of(folder: Path | str, names: tuple[str, ...]) -> dict[str, Path | str]:
