@@ -32,10 +32,11 @@ notebooks: $(VENV)/.dev
 
 # The guides and the reference as a site: open site/index.html.
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open site/index.html"
 
 docs-serve: $(VENV)/.docs
-	$(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs site

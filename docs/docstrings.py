@@ -5,18 +5,22 @@ import re
 import griffe
 
 # "batch: a dict ...", "loss, tokens: ...", "`step`: ...": names, a colon and what they mean
-ITEM = re.compile(r"^((?:`?\*{0,2}[A-Za-z_][\w.]*(?:\([^)]*\))?`?)(?:, `?[A-Za-z_][\w.]*`?)*): (\S.*)$")
+ITEM = re.compile(r"^((?:`?\*{0,2}[a-z_][\w.]*(?:\([^)]*\))?`?)(?:, `?[A-Za-z_][\w.]*`?)*): (\S.*)$")
 
 
 def as_markdown(doc: str) -> str:
-    """Paragraphs whose lines begin with `name: ` become lists, what is indented below an item belongs to it."""
+    """Paragraphs whose lines begin with `name: ` become lists, and columns stay columns."""
     return "\n\n".join(listed(part) for part in doc.split("\n\n"))
 
 
 def listed(paragraph: str) -> str:
     """One paragraph of a docstring."""
     lines = paragraph.split("\n")
-    if lines[0].startswith(" ") or not any(ITEM.match(line) for line in lines):
+    if lines[0].startswith("    "):  # code
+        return paragraph
+    if sum("   " in line.strip() for line in lines) > 1:  # columns
+        return "\n".join(["```text", *lines, "```"])
+    if not any(ITEM.match(line) for line in lines):
         return paragraph
     out: list[str] = []
     inside = False
@@ -27,7 +31,7 @@ def listed(paragraph: str) -> str:
                 out.append("")
             out.append(f"- **{match[1].strip('`')}**: {match[2]}")
             inside = True
-        elif inside and line.startswith(" "):
+        elif inside and (line.startswith(" ") or not out[-1].endswith((".", ";", ":"))):
             out.append("  " + line.strip())
         else:
             if inside:
