@@ -5,7 +5,7 @@ ledger.py      what code allocates and sends    traffic.py    the collectives of
 rehearsal.py   one step, on the meta device     memory.py     what a rank holds
 depth.py       deep models from shallow ones    holdings.py   how much each rank holds
 inspection.py  all of it, or every problem
-as_json.py, render.py, as_html.py               what is printed, and the page
+as_json.py, render.py, as_html.py, words.py     what is printed, and the page
 """
 
 from ftrain.report.as_html import as_html, problems_as_html

@@ -14,6 +14,7 @@ from ftrain.page import framed, page
 from ftrain.report.as_json import as_json
 from ftrain.report.inspection import Inspection
 from ftrain.report.render import in_a_line, shape, short, size
+from ftrain.report.words import coordinates, count, dim_name, holds, numbers, rank_count, short_number
 from ftrain.sharding import AXES, MeshShape, Spec, chunk, local_slices
 
 CELLS = {"replicate": 4, "tensor": 16, "shard": 8}  # of the map of ranks, at most, along each axis
@@ -36,7 +37,7 @@ COLOURS = {
 def as_html(inspection: Inspection, group: str = "*") -> str:
     """The page of `inspect-sharding --html`. group: a glob over paths, the parameters to list."""
     found = as_json(inspection, group, fold=True)
-    ranks = _ranks(found["world_size"])
+    ranks = rank_count(found["world_size"])
     body = [
         "<main>",
         _header(inspection, found),
@@ -53,7 +54,7 @@ def as_html(inspection: Inspection, group: str = "*") -> str:
 
 def problems_as_html(name: str, world_size: int | None, problems: Sequence[str]) -> str:
     """The page of a recipe that cannot run, with every reason."""
-    where = "" if world_size is None else f" on {_ranks(world_size)}"
+    where = "" if world_size is None else f" on {rank_count(world_size)}"
     body = [
         "<main>",
         f"<header><h1>{escape(name)}<small>{where}</small></h1></header>",
@@ -61,7 +62,7 @@ def problems_as_html(name: str, world_size: int | None, problems: Sequence[str])
         "</main>",
     ]
     data = {"recipe": name, "world_size": world_size, "problems": list(problems)}
-    return page(f"{name}: {_count(len(problems), 'problem')} - ftrain", "\n".join(body), data=data)
+    return page(f"{name}: {count(len(problems), 'problem')} - ftrain", "\n".join(body), data=data)
 
 
 def in_notebook(inspection: Inspection) -> str:
@@ -81,7 +82,7 @@ def _header(inspection: Inspection, found: dict[str, Any]) -> str:
         f"{model['n_heads']} heads ({model['n_kv_heads']} for keys), ffn {model['ffn_dim']}, "
         f"vocabulary {model['vocab_size']}{tied}. "
         f"{batch['sequences']} sequences of {batch['seq_len']} tokens a step, "
-        f"on a rank {_count(batch['micro_batches'], 'micro-batch', 'es')} of {batch['micro_batch_size']}. "
+        f"on a rank {count(batch['micro_batches'], 'micro-batch', 'es')} of {batch['micro_batch_size']}. "
         f"{short(found['precision']['params'])} stored, {short(found['precision']['compute'])} computed, "
         f"{short(found['precision']['reduce'])} reduced; fp8 {found['fp8']['recipe']}, remat {found['remat']}."
     )
@@ -89,7 +90,7 @@ def _header(inspection: Inspection, found: dict[str, Any]) -> str:
     high, low = _sums(found)
     sent = "nothing" if not found["collectives"] else f"{_sent(high)} / {_sent(low)}"
     tiles = [
-        (_short(model["parameters"]), "parameters"),
+        (short_number(model["parameters"]), "parameters"),
         (f"{tokens:,}", "tokens a step"),
         (size(first.total), "stored by a rank, at most"),
         (size(inspection.memory.peak), f"rank {inspection.rank or 0} at the peak, estimate"),
@@ -97,7 +98,7 @@ def _header(inspection: Inspection, found: dict[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            f"<header><h1>{escape(found['recipe'])}<small> on {_ranks(found['world_size'])}</small></h1>",
+            f"<header><h1>{escape(found['recipe'])}<small> on {rank_count(found['world_size'])}</small></h1>",
             f"<p>{escape(says)}</p></header>",
             '<dl class="tiles">',
             *(f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd></div>" for value, what in tiles),
@@ -108,7 +109,7 @@ def _header(inspection: Inspection, found: dict[str, Any]) -> str:
 
 def _problems(problems: Sequence[str], notes: Sequence[str], fine: str) -> str:
     if problems:
-        return _section("problems", _count(len(problems), "problem"), _list(problems), "bad")
+        return _section("problems", count(len(problems), "problem"), _list(problems), "bad")
     return _section("problems", fine, _list(notes) if notes else "", "good")
 
 
@@ -118,7 +119,7 @@ def _rank_bar(inspection: Inspection) -> str:
         f'<div class="rank" role="group" aria-label="The rank that is shown"{" hidden" if last == 0 else ""}>'
         f'<label>rank <input id="rank" type="number" min="0" max="{last}" value="{rank}" inputmode="numeric"></label>'
         f'<input id="slide" type="range" min="0" max="{last}" value="{rank}" aria-label="rank">'
-        f'<output id="at" for="rank slide">{escape(_at(inspection.run.mesh_shape, rank))}</output></div>'
+        f'<output id="at" for="rank slide">{escape(coordinates(inspection.run.mesh_shape, rank))}</output></div>'
     )
 
 
@@ -162,7 +163,7 @@ def _cell(inspection: Inspection, at: dict[str, tuple[int, int]]) -> str:
     held = next(holding for holding in inspection.holdings if at["shard"][0] <= holding.last)
     share = held.total / inspection.holdings[0].total
     who = f"rank {first}" if n == 1 else f"rank {first} and {n - 1} more"
-    coordinate = ", ".join(f"{axis} {_range(*at[axis])}" for axis in mesh.axes)
+    coordinate = ", ".join(f"{axis} {numbers(*at[axis])}" for axis in mesh.axes)
     label = f"{who}: {coordinate}, stores {size(held.total)}"
     here = all(at[axis][0] <= mesh.coordinate(current)[axis] <= at[axis][1] for axis in AXES)
     spans = ",".join(f"{at[axis][0]}-{at[axis][1]}" for axis in AXES)
@@ -180,9 +181,9 @@ def _memory(inspection: Inspection) -> str:
     for held in inspection.holdings:
         sizes = (held.parameter_bytes, held.gradient_bytes, held.optimizer_bytes)
         parts = list(zip(("parameters", "gradients", "optimizer state"), sizes, strict=True))
-        who = _ranks(held.ranks)
+        who = rank_count(held.ranks)
         if len(inspection.holdings) > 1:
-            who = f"shard {_range(held.first, held.last)}: {who}"
+            who = f"shard {numbers(held.first, held.last)}: {who}"
         stored.append(
             f'<li data-first="{held.first}" data-last="{held.last}"><p>{who}<b>{size(held.total)}</b></p>'
             + _bar(parts, most)
@@ -226,7 +227,7 @@ def _wire(inspection: Inspection, found: dict[str, Any]) -> str:
                 f'<span class="name">{says}</span><span class="bar"><i class="{name}" style="width:{width}"></i></span>'
                 f'<span class="value">{size(values["moved"])}</span>'
             )
-        calls = _count((kind[own] or kind["high_precision"] or kind["fp8"])["count"], "call")
+        calls = count((kind[own] or kind["high_precision"] or kind["fp8"])["count"], "call")
         where = f"{kind['phase']}, {kind['op'].replace('_', '-')} over {kind['axis']}, {calls}"
         rows.append(f"<li><p><b>{kind['purpose']}</b> {where}</p>{''.join(bars)}</li>")
     high_sum, fp8_sum = _sums(found)
@@ -243,7 +244,7 @@ def _wire(inspection: Inspection, found: dict[str, Any]) -> str:
 
 def _parameters(inspection: Inspection, found: dict[str, Any]) -> str:
     rows = [_parameter(inspection, row) for row in found["parameters"]]
-    names = _count(len(rows), "entry", plural="entries")
+    names = count(len(rows), "entry", plural="entries")
     body = [
         '<p><label class="find">path <input id="find" type="search" placeholder="wq, layers.3.*, norm" '
         'autocomplete="off" spellcheck="false"></label> '
@@ -281,7 +282,7 @@ def _parameter(inspection: Inspection, row: dict[str, Any]) -> str:
         [
             f'<li data-path="{escape(row["path"])}"><h3><code>{escape(row["path"])}</code> {"".join(badges)}</h3>',
             f'<p class="shape">{" × ".join(map(str, sizes))} {row["dtype"]}{layers}</p>',
-            f'<div class="strips">{strips}</div><p class="holds">{_holds(rank, sizes, spec, here)}</p>',
+            f'<div class="strips">{strips}</div><p class="holds">{holds(rank, sizes, spec, here)}</p>',
             f"<dl>{''.join(f'<div><dt>{what}</dt><dd>{value}</dd></div>' for what, value in facts)}</dl>",
             f'<p class="why">{escape("; ".join([*rules, *why]))}</p></li>',
         ]
@@ -300,52 +301,13 @@ def _strip(dim: int, n: int, axes: Sequence[str], mesh: MeshShape, part: slice) 
         edges = [a + e for a, b in pairwise(edges) for i in range(parts) for e in chunk(b - a, parts, i)[:1]] + [n]
     cuts = "".join(f"M{edge} 0v1" for edge in dict.fromkeys(edges[1:-1]))
     return (
-        f'<span>{_dim(dim)}</span><svg class="strip" viewBox="0 0 {max(n, 1)} 1" preserveAspectRatio="none" '
+        f'<span>{dim_name(dim)}</span><svg class="strip" viewBox="0 0 {max(n, 1)} 1" preserveAspectRatio="none" '
         f'data-dim="{dim}" aria-hidden="true"><rect class="held" x="{part.start}" width="{part.stop - part.start}" '
         f'height="1"/><path class="cuts" d="{cuts}"/></svg>'
     )
 
 
 # --- words ----------------------------------------------------------------------------------------------------------
-# report.js says the same of other ranks; tests/test_report_html.py compares the two.
-
-
-def _holds(rank: int, sizes: Sequence[int], spec: Spec, here: Sequence[slice]) -> str:
-    if any(part.start == part.stop for part in here):
-        return f"rank {rank} holds nothing of it"
-    parts = [
-        f"{_dim(dim)} {_range(part.start, part.stop - 1)} of {n}"
-        for dim, (n, axes, part) in enumerate(zip(sizes, spec.dims, here, strict=True))
-        if axes
-    ]
-    return f"rank {rank} holds {', '.join(parts) or 'all of it'}"
-
-
-def _at(mesh: MeshShape, rank: int) -> str:
-    at = mesh.coordinate(rank)
-    return ", ".join(f"{axis} {at[axis]}" for axis in mesh.axes) or "the only one"
-
-
-def _dim(dim: int) -> str:
-    return ("rows", "columns")[dim] if dim < 2 else f"dim {dim}"
-
-
-def _range(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}–{last}"
-
-
-def _ranks(n: int) -> str:
-    return _count(n, "rank")
-
-
-def _count(n: int, what: str, s: str = "s", plural: str | None = None) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {plural or what + s}"
-
-
-def _short(number: int) -> str:
-    """Four digits and a letter: 3.287M, 405.9B."""
-    unit, letter = next(((10**n, letter) for n, letter in ((9, "B"), (6, "M"), (3, "k")) if number >= 10**n), (1, ""))
-    return f"{number / unit:.4g}{letter}"
 
 
 def _each(bins: list[tuple[int, int]]) -> str:
